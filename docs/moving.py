@@ -49,7 +49,7 @@ def frames() -> list[Image.Image]:
                 return board.locator(f".rld-{name}").first.click()
 
             def take() -> None:
-                notebook.page.wait_for_timeout(500)  # plotly draws
+                notebook.page.wait_for_timeout(500)  # plotly renders
                 board.locator(".rld-behind").wait_for(state="detached")
                 taken.append(Image.open(io.BytesIO(board.screenshot())).convert("RGB"))
 

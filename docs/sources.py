@@ -33,7 +33,7 @@ from pages import LINK, LOCAL, visible
 EXTRA = ("CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")
 # for those who change the package: pages of the section Reference
 CONTRIBUTOR_PAGES = ("docs/modules.md", "docs/recipes.md", "docs/testing.md")
-HUBS = {  # the sections of `_quarto.yml` that are one entry of the sidebar: their pages, and what is there
+HUBS = {  # the sections of `_quarto.yml` that are one entry of the sidebar: their pages, and what they hold
     "Your own task": (
         "task.md",
         "Rows, rewards, losses, advantages, tools, environments, and runs in a script.",
@@ -324,13 +324,13 @@ def write_hubs(site: Checkout, target: Path) -> None:
 
 
 def passage(site: Checkout, title: str, page: str, begin: str) -> list[NotebookNode]:
-    "One picture of the gallery: a text cell of a notebook, and the first drawing below it."
+    "One picture of the gallery: a text cell of a notebook, and the first picture below it."
     cells = visible(nbformat.read(site.root / "nbs" / page, as_version=4)).cells
     results = [i for i, cell in enumerate(cells) if cell.source.startswith(begin)]
     if len(results) != 1:
         text = f"{len(results)} text cells begin with {begin!r}; expected one. Adapt GALLERY"
         raise SystemExit(f"docs/sources.py: {page}: {text}")
-    drawn = (
+    picture_cells = (
         c
         for c in cells[results[0] :]
         if any("text/html" in o.get("data", {}) for o in c.get("outputs", []))
@@ -339,7 +339,7 @@ def passage(site: Checkout, title: str, page: str, begin: str) -> list[NotebookN
     text = text.replace("](#", f"](/{page}#")
     text = f"### {title}\n\n{text}\n\n[The run, and how it was made](/{page})"
     shown = nbformat.from_dict(
-        {**next(drawn), "source": "...", "metadata": {"tags": ["remove-input"]}}
+        {**next(picture_cells), "source": "...", "metadata": {"tags": ["remove-input"]}}
     )
     return [nbformat.v4.new_markdown_cell(text), shown]
 

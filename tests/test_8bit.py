@@ -57,13 +57,13 @@ def whole_twin(backend, family: str, shape: dict, dtype: str, **options):
         for name, p in model.named_parameters():
             adapted = f"base_model.model.{name.removesuffix('weight')}base_layer.weight"
             p.copy_(unpacked(rounded.get(adapted, rounded.get(f"base_model.model.{name}"))))
-    twin = open_local(
+    copy = open_local(
         model, byte_tokenizer(), lora_rank=4, dtype=dtype, inline=True, device="cpu", **options
     )
     with torch.no_grad():
-        for name, p in twin.policy.state.params.items():
+        for name, p in copy.policy.state.params.items():
             p.copy_(backend.policy.state.params[name])
-    return twin
+    return copy
 
 
 # What it computes ------------------------------------------------------------------------------------------------

@@ -35,12 +35,12 @@ def test_what_they_name_is_there():
 
 
 def test_the_phases_are_those_of_the_loop():
-    told = AGENTS.partition("## A step and its phases")[2].partition("Each is a method")
-    assert re.findall(r"`(\w+)`", told[0]) == [*PHASES]
-    assert re.findall(r"`(\w+)`", told[2].partition("are awaited")[0])[-len(AWAITED) :] == [
+    section = AGENTS.partition("## A step and its phases")[2].partition("Each is a method")
+    assert re.findall(r"`(\w+)`", section[0]) == [*PHASES]
+    assert re.findall(r"`(\w+)`", section[2].partition("are awaited")[0])[-len(AWAITED) :] == [
         *AWAITED
     ]
-    assert [f"`{phase}` (may be left out)" in told[0] for phase in LOOK_ONLY] == [True]
+    assert [f"`{phase}` (may be left out)" in section[0] for phase in LOOK_ONLY] == [True]
 
 
 def test_the_program_runs(

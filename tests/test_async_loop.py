@@ -53,7 +53,7 @@ def ALL(group):
 
 
 def begin(reward=SOME, rows=ROWS, kind=AsyncGRPOLoop, keep=None, backend=None, **settings):
-    "A loop over the toy task, with a backend of its own."
+    "A loop over the toy task, with a separate backend."
     options = {name: settings.pop(name) for name in (*OPTIONS,) if name in settings}
     recipe = {"recipe": "async_rl_loop"} if kind is AsyncGRPOLoop else {}
     cfg = Config(**SMALL_RUN | recipe | settings)
@@ -78,7 +78,7 @@ OPTIONS = (
 
 
 def run(coroutine):
-    "In an event loop of its own, at whose end nothing may be left that nobody closed."
+    "In a separate event loop, at whose end nothing may be left open."
     return asyncio.run(coroutine)
 
 
@@ -87,8 +87,8 @@ def weights(loop):
     return {k: v.detach().clone() for k, v in loop.backend.policy.state.params.items()}
 
 
-def same(a, b, tol=0.0):
-    return all(torch.allclose(a[k], b[k], rtol=0, atol=tol) for k in a)
+def same(a, b):
+    return all(torch.equal(a[k], b[k]) for k in a)
 
 
 def numbers(records):
@@ -227,10 +227,10 @@ class Doors:
 # --- on-policy and synchronous: the same as the synchronous loop ------------------------------------------------------
 
 # the sampler's, which depend a little on what is sampled at the same time
-DRAWN = ("logprobs", "sampler_logprobs")
+SAMPLED_SERIES = ("logprobs", "sampler_logprobs")
 
 
-def assert_same_training(ours, theirs, drawn=1e-4, compared=0.0):
+def assert_same_training(ours, theirs, logprob_atol=1e-4):
     "The same rows, tokens, grades and training sequences, and the same passes over the policy, to the last bit."
     assert [r.step for r in ours] == [r.step for r in theirs]
     for a, b in zip(ours, theirs, strict=True):
@@ -246,15 +246,17 @@ def assert_same_training(ours, theirs, drawn=1e-4, compared=0.0):
             np.testing.assert_array_equal(g.rewards, h.rewards)
             for s, t in zip(g.samples, h.samples, strict=True):
                 np.testing.assert_array_equal(s.tokens, t.tokens)
-                np.testing.assert_allclose(s.logprobs, t.logprobs, rtol=0, atol=drawn)
+                np.testing.assert_allclose(s.logprobs, t.logprobs, rtol=0, atol=logprob_atol)
         for d, e in zip(a.datums, b.datums, strict=True):
-            assert d.advantage == pytest.approx(e.advantage, rel=compared, abs=0)
+            assert d.advantage == pytest.approx(e.advantage, rel=0.0, abs=0)
             for name in ("tokens", "weights", "sampler_logprobs", "ref_logprobs", "old_logprobs"):
                 x = getattr(d, name)
                 y = getattr(e, name)
                 assert (x is None) == (y is None)
                 pair = [[] if series is None else series for series in (x, y)]
-                np.testing.assert_allclose(*pair, rtol=0, atol=drawn if name in DRAWN else 0.0)
+                np.testing.assert_allclose(
+                    *pair, rtol=0, atol=logprob_atol if name in SAMPLED_SERIES else 0.0
+                )
         for x, y in zip(
             a.loss.logprobs if a.loss else (), b.loss.logprobs if b.loss else (), strict=True
         ):
@@ -262,13 +264,15 @@ def assert_same_training(ours, theirs, drawn=1e-4, compared=0.0):
         other = ("async/", "perf/", "sync/", "epoch")
         for name in [n for n in a.metrics.keys() & b.metrics.keys() if not n.startswith(other)]:
             assert a.metrics[name] == pytest.approx(
-                b.metrics[name], rel=1e-9, abs=drawn, nan_ok=True
+                b.metrics[name], rel=1e-9, abs=logprob_atol, nan_ok=True
             ), name
 
 
-@pytest.mark.parametrize("how", ["straight", pytest.param("late and lost", marks=pytest.mark.slow)])
-def test_on_policy_and_synchronous_is_the_synchronous_loop(how):
-    reward = SOME if how == "straight" else rollouts(lost=0.1, alone=True)
+@pytest.mark.parametrize(
+    "timing", ["straight", pytest.param("late and lost", marks=pytest.mark.slow)]
+)
+def test_on_policy_and_synchronous_is_the_synchronous_loop(timing):
+    reward = SOME if timing == "straight" else rollouts(lost=0.1, alone=True)
 
     async def main():
         settings = {"kl_beta": 0.05, "seed": 2}
@@ -282,7 +286,7 @@ def test_on_policy_and_synchronous_is_the_synchronous_loop(how):
     assert sum(r.trained for r in records[0]) >= 3
     # some were dead
     assert any(len(r.groups) > 3 for r in records[0])
-    assert_same_training(*records, drawn=1e-4 if how == "straight" else 0.0)
+    assert_same_training(*records, logprob_atol=1e-4 if timing == "straight" else 0.0)
     assert same(weights(ours), weights(theirs))
 
 
@@ -294,10 +298,10 @@ def test_lost_rows_at_the_end_of_the_data_do_not_end_the_run():
         doors = Doors([6])
 
         def factory(setup):
-            draw = rollouts(LENGTH, delay=0, before=doors)(setup)
+            rollout = rollouts(LENGTH, delay=0, before=doors)(setup)
 
             async def rollout_fn(sample_prompt, row_index, rollout_index):
-                sample = await draw(sample_prompt, row_index, rollout_index)
+                sample = await rollout(sample_prompt, row_index, rollout_index)
                 return None if row_index == 6 else sample
 
             return rollout_fn
@@ -507,7 +511,7 @@ def test_undo_and_the_same_batch_again_gives_the_same_weights():
     run(main())
 
 
-def test_rows_of_weights_that_are_gone_are_drawn_again_and_older_ones_stay():
+def test_rows_of_weights_that_are_gone_are_sampled_again_and_older_ones_stay():
     async def main():
         doors = Doors([5])
         loop = begin(

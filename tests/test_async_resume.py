@@ -1,6 +1,6 @@
 """Kill -9 at any point of an asynchronous run, resume, kill again: every row is trained once, and the run is whole.
 
-Runs are processes of their own, forked from a server that has imported everything. Where one is killed is drawn from a
+Each run is a process, forked from a server that has imported everything. Where one is killed is drawn from a
 seed: the n-th time that it comes to a place, before, inside or after what is done there, or after a while. Several
 kills fall on the same run folder, one after the other. `RL_NOTEBOOK_KILLS=20 pytest tests/test_async_resume.py` makes
 twenty of them; `pytest -s` prints a table of what happened.
@@ -63,7 +63,7 @@ VARIANTS = [  # (versions ahead, steps between checkpoints, other settings)
 
 
 def make_rollout_fn(setup: Any) -> Any:
-    "Answers that take their time. Every fifth row is dead, and some draws come to nothing."
+    "Completions that take time. Every fifth row has no signal, and some samples are lost."
     log = setup.extras.get("log")
 
     async def rollout_fn(sample_prompt: dict, row_index: int, rollout_index: int) -> Any:
@@ -131,7 +131,7 @@ def points(seed: int) -> Iterator[Point]:
 
 
 def die() -> None:
-    "As if somebody else had said kill -9."
+    "As kill -9 from outside."
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -195,8 +195,8 @@ def body(settings: dict[str, Any], resume: bool, point: Point | None, seen: Any)
     torch.set_num_threads(1)
     if point is not None:
         die_at(point, lambda place: setattr(seen, "value", place.encode()))
-    drawn = os.open(f"{folder}.drawn", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    extras = {"log": lambda number: os.write(drawn, f"{os.getpid()} {number}\n".encode())}
+    started = os.open(f"{folder}.started", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    extras = {"log": lambda number: os.write(started, f"{os.getpid()} {number}\n".encode())}
     options = {
         "rollout_fn_factory": make_rollout_fn,
         "rows": toy_rows(ROWS, seed=3),
@@ -217,12 +217,12 @@ class Killed:
     phase: str  # the last place that the process is known to have come to
     steps: int  # with a record
     resumed_from: int  # the step
-    redrawn: int  # rows
+    resampled: int  # rows
     outcome: str = "whole"
 
 
 def start(settings: dict[str, Any], resume: bool, point: Point | None) -> tuple[int, str, str]:
-    "Run until the end, or until the point; (exit status, last place, what was said)."
+    "Run until the end, or until the point; (exit status, last place, output)."
     seen = SERVER.Array("c", 64)
     process = SERVER.Process(target=body, args=(settings, resume, point, seen))
     process.start()
@@ -232,10 +232,10 @@ def start(settings: dict[str, Any], resume: bool, point: Point | None) -> tuple[
     return process.exitcode, seen.value.decode(), output
 
 
-def draws(folder: Path) -> list[list[int]]:
+def started_rows(folder: Path) -> list[list[int]]:
     "Rows that were started, by process."
     by_process: dict[str, list[int]] = {}
-    for line in Path(f"{folder}.drawn").read_text().splitlines():
+    for line in Path(f"{folder}.started").read_text().splitlines():
         process, number = line.split()
         by_process.setdefault(process, []).append(int(number))
     return list(by_process.values())
@@ -256,24 +256,24 @@ def kill_and_resume(
     resume = False
     while len(results) < kills:
         point = next(upcoming)
-        status, phase, said = start(settings, resume, point)
+        status, phase, output = start(settings, resume, point)
         if status == 0:  # it ended before it came there
             break
-        assert status == -signal.SIGKILL, said
+        assert status == -signal.SIGKILL, output
         resume = (folder / "run.json").exists()
         recorded = there(folder, "steps")
         saved = there(folder, "checkpoints")
         results.append(Killed(label, str(point), phase, len(recorded), max([0, *saved]), 0))
-    status, _, said = start(settings, resume, None)
-    assert status == 0, said
-    per_process = draws(folder)
+    status, _, output = start(settings, resume, None)
+    assert status == 0, output
+    per_process = started_rows(folder)
     before = set[int]()
     again = []
     for rows in per_process:
         assert len(rows) == len(set(rows)), "a row was started twice in one process"
         again.append(len(set(rows) & before))
         before |= set(rows)
-    return [replace(k, redrawn=n) for k, n in zip(results, again[1:], strict=False)]
+    return [replace(k, resampled=n) for k, n in zip(results, again[1:], strict=False)]
 
 
 def check_whole(folder: Path) -> None:
@@ -358,9 +358,9 @@ def test_kill_9_at_seeded_points_loses_no_row_and_trains_none_twice(
 
 def table(done: list[Killed]) -> str:
     "What happened, in columns."
-    rows = [("killed", "last place", "records", "went on after", "rows drawn again", "outcome")]
+    rows = [("killed", "last place", "records", "resumed after", "rows sampled again", "outcome")]
     rows += [
-        (k.point, k.phase, str(k.steps), str(k.resumed_from), str(k.redrawn), k.outcome)
+        (k.point, k.phase, str(k.steps), str(k.resumed_from), str(k.resampled), k.outcome)
         for k in done
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

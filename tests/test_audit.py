@@ -208,7 +208,7 @@ def test_a_reward_that_can_grade_nothing_says_why():
 
 
 def alarmed(text: str, answer: str) -> float:
-    "With a limit of its own, which only the main thread may set."
+    "With an alarm, which only the main thread may set."
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.alarm(9)
     try:

@@ -109,7 +109,9 @@ class Entry:
     "A backend, and the local one that it must agree with."
 
     open: Callable[[], Backend | Awaitable[Backend]]
-    twin: dict[str, Any] = field(default_factory=dict)  # options of `local`
+    local_options: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the `local` backend to compare with
     weights: Callable[[Backend], Awaitable[dict[str, torch.Tensor]]] = local_weights
 
 
@@ -532,9 +534,9 @@ def test_three_steps_agree_with_the_local_backend(opened, entry):
         return seen
 
     async def test(backend):
-        async with local(**entry.twin) as twin:
-            datums = datums_of(await sampled(twin, n=8))
-            ours, theirs = [await three(b, datums) for b in (backend, twin)]
+        async with local(**entry.local_options) as local_backend:
+            datums = datums_of(await sampled(local_backend, n=8))
+            ours, theirs = [await three(b, datums) for b in (backend, local_backend)]
             for (loss, logprobs, dlogprobs), (loss_, logprobs_, dlogprobs_) in zip(
                 ours, theirs, strict=True
             ):
@@ -542,7 +544,7 @@ def test_three_steps_agree_with_the_local_backend(opened, entry):
                 assert gap(logprobs, logprobs_) <= 1e-5
                 assert gap(dlogprobs, dlogprobs_) <= 1e-6
             weights = await entry.weights(backend)
-            weights_ = await local_weights(twin)
+            weights_ = await local_weights(local_backend)
             assert weights.keys() == weights_.keys()
             assert max(float((weights[n] - weights_[n]).abs().max()) for n in weights) <= 1e-5
 

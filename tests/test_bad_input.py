@@ -173,7 +173,7 @@ def test_what_opens_a_model_takes_its_name_or_its_pair_and_says_what_is_missing(
 
 def test_a_misspelt_model_is_named_before_the_hub_is_asked(monkeypatch):
     for reader in ("AutoTokenizer", "AutoModelForCausalLM"):
-        # nothing is loaded, and nobody is asked
+        # nothing is loaded, and the hub is not asked
         monkeypatch.setattr(f"transformers.{reader}", None)
     failed(lambda: open_local("smolm2"), fix="Did you mean 'smollm2'", kind=BackendError)
 

@@ -1,6 +1,6 @@
 """Bad and extreme input, laid before everything that reads a record or a run folder.
 
-For every record and view it is said what has to come out: a drawing that shows what there is and hides nothing, or a
+For every record and view the table says what has to come out: a picture that shows every value and hides none, or a
 message that names what is wrong. No pair is left out.
 """
 
@@ -146,8 +146,8 @@ def all_wrong() -> StepRecord:
     )
 
 
-def no_answers() -> StepRecord:
-    "A group that lost all its answers."
+def no_completions() -> StepRecord:
+    "A group that lost all its completions."
     group = PromptGroup((), key="q7", dropped=("sample 0: RuntimeError: the server is gone",))
     return StepRecord(1, [group], reason="every rollout failed")
 
@@ -186,7 +186,7 @@ MADE: dict[str, Callable[[], StepRecord]] = {
     "NaN reference": lambda: series_of("ref_logprobs", math.nan, True),
     "NaN reward": bad_reward,
     "nothing trained": all_wrong,
-    "no answers": no_answers,
+    "no completions": no_completions,
     "nothing at all": lambda: StepRecord(1, reason="no prompt could be encoded"),
     "no loss": lambda: replace(good("8 groups"), loss=None, metrics={}),
     "hostile text": hostile,
@@ -219,7 +219,7 @@ def words(page: str) -> str:
 
 @functools.cache
 def live() -> LiveCharts:
-    "One widget for all charts, which draws one record after the other."
+    "One widget for all charts, which shows one record after the other."
     return LiveCharts()
 
 
@@ -232,7 +232,7 @@ def _tidy() -> Iterator[None]:
             made().close()
 
 
-def drawn(payloads: Mapping[str, Mapping[str, Any]]) -> str:
+def chart_words(payloads: Mapping[str, Mapping[str, Any]]) -> str:
     "Every chart of the payloads as a figure, a picture, still HTML and live; the lines of those with data."
     json.dumps(payloads, allow_nan=False)
     made = {name: chart(name, payload) for name, payload in payloads.items()}
@@ -264,7 +264,7 @@ def drawn(payloads: Mapping[str, Mapping[str, Any]]) -> str:
 
 def run_charts(record: StepRecord) -> str:
     "The charts over a run of one step."
-    return drawn(run_payloads(History([history_row(record)]), record.options))
+    return chart_words(run_payloads(History([history_row(record)]), record.options))
 
 
 def tokens(record: StepRecord) -> str:
@@ -299,7 +299,7 @@ def dashboard_words(record: StepRecord) -> str:
 
 
 def sliders(record: StepRecord) -> str:
-    "The panel of sliders as it stands, and after one of them moved."
+    "The panel of sliders, before and after one of them moved."
     panel = WhatIfPanel(record)
     before = words(panel.static_html())
     panel.controls["kl_beta"].value = 0.1
@@ -326,7 +326,7 @@ SEERS: dict[str, Callable[[StepRecord], str]] = {
     ),
     "attribution": lambda r: f"{(a := attribution(r)).headline}\n{words(a._repr_html_())}",
     "run charts": run_charts,
-    "step charts": lambda r: drawn(step_payloads(r)),
+    "step charts": lambda r: chart_words(step_payloads(r)),
     "tokens": tokens,
     "dashboard": dashboard_words,
     "sliders": sliders,
@@ -342,32 +342,35 @@ HOLE = rf"{re.escape(PLACE)}.*: got (nan|-inf) at target 9 \(token 10\), \d+ suc
 
 
 @dataclass(frozen=True)
-class Given:
+class Expected:
     "What comes of a record: a text of the checks, who rejects it and why, and texts of others."
 
     checks: str
-    refused: tuple[str, ...] = ()
+    rejected_by: tuple[str, ...] = ()
     because: str = ""
     others: Mapping[str, str] = field(default_factory=dict)
 
 
-def bad(name: str, value: str, *refused: str, because: str = HOLE, **others: str) -> Given:
+def bad(name: str, value: str, *rejected_by: str, because: str = HOLE, **others: str) -> Expected:
     "A value that is not finite, first met at one target of the first sample."
     at = f"✗ finite: {name} is {value} at {PLACE}, target 9 (token 10)"
     seen = {"tokens": "not a number", "dashboard": "✗ finite: ", "doctor": "non-finite: "} | others
-    return Given(
-        at, refused, because, {seer: text for seer, text in seen.items() if seer not in refused}
+    return Expected(
+        at,
+        rejected_by,
+        because,
+        {seer: text for seer, text in seen.items() if seer not in rejected_by},
     )
 
 
-GIVEN = {
-    "8 groups": Given("✓ on-policy: ratio 1", others={"doctor": "no mismatch", "sentence": "All 8 groups carry signal"}),
-    "1 group": Given("✓ signal: 1 of 1 groups carries signal", others={"doctor": "Nothing to fix"}),
-    "512 groups": Given(
+EXPECTED = {
+    "8 groups": Expected("✓ on-policy: ratio 1", others={"doctor": "no mismatch", "sentence": "All 8 groups carry signal"}),
+    "1 group": Expected("✓ signal: 1 of 1 groups carries signal", others={"doctor": "Nothing to fix"}),
+    "512 groups": Expected(
         "they sum to 0 in each of 512 groups",
         others={"step charts": "group 0-63 of 512", "report": "the first 112 of 501 prompts with signal"},
     ),
-    "all masked": Given(
+    "all masked": Expected(
         "✗ mask: every datum is masked", (*GRADIENT, "doctor"), "all masked|no token in",
         {"tokens": "0 scored"},
     ),
@@ -376,57 +379,57 @@ GIVEN = {
     "NaN sampler": bad("sampler_logprobs", "nan", "doctor", "what-if", because=f"{HOLE}|infinity at all 786 positions"),
     "one -inf of the sampler": bad("sampler_logprobs", "-inf", "what-if", doctor="1 of 786 positions have no finite"),
     "NaN reference": bad("ref_logprobs", "nan", "what-if", doctor="786 of 786 positions have no finite number"),
-    "NaN reward": Given(
+    "NaN reward": Expected(
         "rewards is nan at group 0 (row 'q757'), sample 0", ("reward lab",), "recorded reward: got nan",
         {"step charts": "[[null, null,", "tokens": "reward nan", "report": '"reward": null'},
     ),
-    "nothing trained": Given(
+    "nothing trained": Expected(
         "✗ signal: all 8 groups are dead", (*GRADIENT, "doctor"), "all 8 groups had equal rewards",
         {"sentence": "Nothing was trained.", "tokens": "not trained: all 8 groups had equal rewards"},
     ),
-    "no answers": Given(
+    "no completions": Expected(
         "✗ completions: 1 of 1 completions lost", (*GRADIENT, "doctor", "reward lab"),
         "every rollout failed|no saved completions",
         {"sentence": "Nothing was trained: every rollout failed.", "tokens": "no sample in this step"},
     ),
-    "nothing at all": Given(
+    "nothing at all": Expected(
         "– completions: the record holds no samples", (*GRADIENT, "doctor", "reward lab"),
         "no prompt could be encoded|no saved completions", {"report": "The record holds no groups."},
     ),
-    "no loss": Given(
+    "no loss": Expected(
         "– on-policy: the record holds no loss", (*GRADIENT, "doctor"), "got no loss|trainer logprobs: got none",
         {"sentence": "says that it trained, but holds no loss"},
     ),
-    "hostile text": Given(  # that nothing becomes markup is checked in `words`, for every page
+    "hostile text": Expected(  # that nothing becomes markup is checked in `words`, for every page
         "2 of 10 completions lost", others={"report": "\\u001b", "tokens": "\\u001b[31m\\u202e"}
     ),
 }  # fmt: skip
 FURTHER = ("512 groups", "1 group", "all masked", "no loss", "one NaN of the policy", "NaN sampler")
-FURTHER += ("one -inf of the sampler", "NaN reference", "no answers", "nothing at all")
+FURTHER += ("one -inf of the sampler", "NaN reference", "no completions", "nothing at all")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in FURTHER)) for name in MADE]
 )
-def test_every_view_of_a_record_draws_it_or_says_what_is_wrong(name: str):
-    given = GIVEN[name]
-    drawn = dict[str, str]()
+def test_every_view_shows_a_record_or_says_what_is_wrong(name: str):
+    expected = EXPECTED[name]
+    texts = dict[str, str]()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # a mean of nothing is not a number to show
         for seer, see in SEERS.items():
-            if seer in given.refused:
-                with pytest.raises(RLNotebookError, match=given.because):
+            if seer in expected.rejected_by:
+                with pytest.raises(RLNotebookError, match=expected.because):
                     see(good(name))
             else:
-                drawn[seer] = see(good(name))
-    for seer, text in {"invariants": given.checks, **given.others}.items():
-        assert text in drawn[seer], (seer, drawn[seer][:4000])
-    assert name not in ("8 groups", "512 groups") or "✗" not in drawn["invariants"]
+                texts[seer] = see(good(name))
+    for seer, text in {"invariants": expected.checks, **expected.others}.items():
+        assert text in texts[seer], (seer, texts[seer][:4000])
+    assert name not in ("8 groups", "512 groups") or "✗" not in texts["invariants"]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_without_a_number_among_others_is_a_hole(bad: float):
-    "Three steps, of which the second diverged: no value is drawn there, least of all 0."
+    "Three steps, of which the second diverged: no value is shown there, least of all 0."
     rows = [
         {"step": n, "reward": r, "kl": k}
         for n, r, k in ((1, 0.5, 0.1), (2, bad, bad), (3, 0.7, 0.3))
@@ -434,7 +437,7 @@ def test_a_step_without_a_number_among_others_is_a_hole(bad: float):
     payloads = run_payloads(History(rows), {})
     for line in (payloads["reward"]["reward"], payloads["kl"]["panels"][0]["lines"]["loss"]):
         assert [x for x, y in zip(line["x"], line["y"], strict=True) if y is not None] == [1, 3]
-    drawn(payloads)
+    chart_words(payloads)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf])
@@ -443,7 +446,7 @@ def test_a_kl_that_is_0_but_for_an_infinity_is_not_left_out(bad: float):
     rows = [{"step": n, "kl/k3": k} for n, k in ((1, 0.0), (2, bad), (3, 0.0))]
     (panel,) = (payloads := run_payloads(History(rows), {}))["kl"]["panels"]
     assert panel["lines"]["k3"]["y"] == [0.0, None, 0.0]
-    drawn(payloads)
+    chart_words(payloads)
 
 
 # --- run folders ----------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_prefixes_are_compared_at_equal_results():
 # --- sampling.py -------------------------------------------------------------------------------------------------
 
 
-def test_both_samplers_draw_what_was_asked_and_ours_knows_its_logprobs(tmp_path, capsys):
+def test_both_samplers_sample_what_was_asked_and_ours_knows_its_logprobs(tmp_path, capsys):
     file = tmp_path / "sampling.json"
     script("sampling").main(["--rows", "16", "--tokens", "4", "--rounds", "1", "--json", str(file)])
     full, half = json.loads(file.read_text())["cases"]

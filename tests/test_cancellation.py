@@ -132,30 +132,30 @@ class Struck:
 
 
 @dataclass
-class Course:
-    "A backend, and what a run comes to on it that is left alone."
+class Baseline:
+    "A backend, and the weights of a run on it that nothing disturbs."
 
     backend: Backend
     kind: str
     start: str  # state of the trainer
     want: list[np.ndarray] = field(default_factory=list)  # weights after n steps
     # of a branch after its step, and of its loop after the next
-    apart: list[np.ndarray] = field(default_factory=list)
-    there: bool = False  # whether the await that was to be struck came up
+    branch_weights: list[np.ndarray] = field(default_factory=list)
+    reached: bool = False  # whether the await to cancel was reached
 
     @classmethod
-    async def lay(cls, backend: Backend, kind: str) -> "Course":
+    async def record(cls, backend: Backend, kind: str) -> "Baseline":
         "A run of a few steps that nothing disturbs."
-        course = cls(backend, kind, await backend.policy.save_state("at-the-start"))
-        async with course.fresh() as loop:
-            course.want.append(weights(backend))
+        baseline = cls(backend, kind, await backend.policy.save_state("at-the-start"))
+        async with baseline.fresh() as loop:
+            baseline.want.append(weights(backend))
             for _ in range(3):
                 await loop.step()
-                course.want.append(weights(backend))
+                baseline.want.append(weights(backend))
         assert not any(
-            np.array_equal(a, b) for a, b in zip(course.want, course.want[1:], strict=False)
+            np.array_equal(a, b) for a, b in zip(baseline.want, baseline.want[1:], strict=False)
         )
-        return course
+        return baseline
 
     @contextlib.asynccontextmanager
     async def fresh(self):
@@ -188,7 +188,7 @@ class Course:
         assert loop.weights.sampler.name == "CURRENT"
 
     async def strike(self, work: Coroutine[Any, Any, Any], at: int, late: bool) -> None:
-        "Cancel a call at its k-th suspension, if there are so many."
+        "Cancel a call at its k-th suspension, if it has k."
         blow = Struck(work, at, late)
 
         async def body() -> Any:
@@ -196,88 +196,86 @@ class Course:
 
         task = asyncio.ensure_future(body())
         await asyncio.wait([task], timeout=60)
-        self.there |= blow.waits >= at
+        self.reached |= blow.waits >= at
         assert task.done(), "wedged"
         if not task.cancelled():
             task.result()
 
 
-async def step_struck(course: Course, loop: GRPOLoop, *blow: Any) -> None:
+async def cancel_step(baseline: Baseline, loop: GRPOLoop, *blow: Any) -> None:
     "A step, the step after it, and back."
-    await course.strike(loop.step(), *blow)
+    await baseline.strike(loop.step(), *blow)
     if not loop.records:
         await loop.step()
-    course.check(loop, 1)
+    baseline.check(loop, 1)
     await loop.step()
-    course.check(loop, 2)
+    baseline.check(loop, 2)
     await loop.undo()
-    course.check(loop, 1)
+    baseline.check(loop, 1)
     await loop.step()
-    course.check(loop, 2)
+    baseline.check(loop, 2)
 
 
-async def taken_back(course: Course, loop: GRPOLoop, *blow: Any) -> None:
+async def cancel_step_and_undo(baseline: Baseline, loop: GRPOLoop, *blow: Any) -> None:
     "A step is taken back, wherever it was struck."
     await loop.step()
-    await course.strike(loop.step(), *blow)
+    await baseline.strike(loop.step(), *blow)
     if loop.state.number == 3 or loop.state.updated:
         await loop.undo()
-        course.check(loop, 1)
+        baseline.check(loop, 1)
     while loop.state.number < 4:
         await loop.step()
-    course.check(loop, 3)
+    baseline.check(loop, 3)
 
 
-async def undo_struck(course: Course, loop: GRPOLoop, *blow: Any) -> None:
+async def cancel_undo(baseline: Baseline, loop: GRPOLoop, *blow: Any) -> None:
     "Taking back a step is struck."
     await loop.step()
     await loop.step()
-    await course.strike(loop.undo(), *blow)
+    await baseline.strike(loop.undo(), *blow)
     if loop.state.number == 3:
         await loop.undo()
-    course.check(loop, 1)
+    baseline.check(loop, 1)
     await loop.step()
     await loop.step()
-    course.check(loop, 3)
+    baseline.check(loop, 3)
 
 
-WHAT = {"step": step_struck, "taken back": taken_back, "undo": undo_struck}
+WHAT = {"step": cancel_step, "taken back": cancel_step_and_undo, "undo": cancel_undo}
 
 
-async def points(
-    course: Course, what: str, first: int = 1, every: int = 1
-) -> tuple[int, list[str]]:
+async def points(baseline: Baseline, what: str, every: int = 1) -> tuple[int, list[str]]:
     "How many cancellations were tried, and what went wrong after which."
     tried = 0
     wrong = list[str]()
-    at = first
-    async with course.fresh() as loop:
-        await WHAT[what](course, loop, 0, False)  # left alone
-    course.there = True
-    while course.there:
-        course.there = False
+    at = 1
+    async with baseline.fresh() as loop:
+        await WHAT[what](baseline, loop, 0, False)  # left alone
+    baseline.reached = True
+    while baseline.reached:
+        baseline.reached = False
         for late in (False, True):
-            place = f"{course.kind}, {what}, await {at}{' late' if late else ''}"
+            place = f"{baseline.kind}, {what}, await {at}{' late' if late else ''}"
             try:
-                async with course.fresh() as loop:
-                    await asyncio.wait_for(WHAT[what](course, loop, at, late), 60)
-            except Exception as error:  # counted, and said
+                async with baseline.fresh() as loop:
+                    await asyncio.wait_for(WHAT[what](baseline, loop, at, late), 60)
+            except Exception as error:  # counted, and reported
                 wrong.append(f"{place}: {type(error).__name__}: {str(error)[:200]}")
-        tried += 2 * course.there
+        tried += 2 * baseline.reached
         at += every
     return tried, wrong
 
 
 async def survey(
-    name: str, kinds: Sequence[str], whats: Sequence[str], first: int = 1, every: int = 1
+    name: str, kinds: Sequence[str], whats: Sequence[str], every: int = 1
 ) -> list[str]:
     "Points on one backend: what went wrong; prints counts."
     lines = []
     async with await BACKENDS[name]() as backend:
         for kind in kinds:
-            course = await Course.lay(backend, kind)
+            baseline = await Baseline.record(backend, kind)
             for what in whats:
-                tried, wrong = await points(course, what, first, every)
+                tried, wrong = await points(baseline, what, every)
                 print(
                     f"{name:13} {kind:13} {what:11} {tried:4} tried {len(wrong):4} wrong",
                     flush=True,
@@ -316,8 +314,8 @@ def slow_updates(loop: GRPOLoop, seconds: float = 0.2) -> None:
 def test_a_second_cancellation_leaves_and_the_next_turn_waits_for_the_update():
     async def main():
         backend = await local()
-        course = await Course.lay(backend, "sync")
-        async with course.fresh() as loop:
+        baseline = await Baseline.record(backend, "sync")
+        async with baseline.fresh() as loop:
             slow_updates(loop)
             task = asyncio.ensure_future(loop.step())
             while loop.running != "optimize" or loop.weights.shared.section.done():
@@ -329,7 +327,7 @@ def test_a_second_cancellation_leaves_and_the_next_turn_waits_for_the_update():
                 await task
             assert not loop.weights.shared.section.done()
             await loop.step()
-            course.check(loop, 1)
+            baseline.check(loop, 1)
 
     asyncio.run(main())
 
@@ -341,7 +339,7 @@ FILES = (*(f"rl_notebook/loop/{name}.py" for name in LOOP), "rl_notebook/backend
 
 
 def interrupted(run: Callable[[], Any], at: int) -> str:
-    "Call with an interrupt at the n-th line of the loop or the trainer; where that was, if there were so many."
+    "Call with an interrupt at the n-th line of the loop or the trainer; where that was, if it ran n lines."
     seen = 0
     where = ""
 
@@ -384,31 +382,31 @@ def interrupts(every: int) -> tuple[int, list[str]]:
     wrong = list[str]()
     at = 1
     run = event_loop.run_until_complete
-    course = run(Course.lay(run(local(inline=True)), "sync"))
+    baseline = run(Baseline.record(run(local(inline=True)), "sync"))
     while True:
-        entered = course.fresh()
+        entered = baseline.fresh()
         loop = run(entered.__aenter__())
         if not (where := interrupted(functools.partial(left, event_loop, loop.step()), at)):
             event_loop.close()
             return tried, wrong
         try:
-            run(asyncio.wait_for(after_an_interrupt(course, loop), 60))
-        except Exception as error:  # counted, and said
+            run(asyncio.wait_for(after_an_interrupt(baseline, loop), 60))
+        except Exception as error:  # counted, and reported
             wrong.append(f"{where}: {type(error).__name__}: {str(error)[:200]}")
         tried = tried + 1
         at = at + every
 
 
-async def after_an_interrupt(course: Course, loop: GRPOLoop) -> None:
+async def after_an_interrupt(baseline: Baseline, loop: GRPOLoop) -> None:
     "The step is finished, taken back and made again."
     if not loop.records:
         await loop.step()
-    course.check(loop, 1)
+    baseline.check(loop, 1)
     await loop.undo()
-    course.check(loop, 0)
+    baseline.check(loop, 0)
     await loop.step()
     await loop.step()
-    course.check(loop, 2)
+    baseline.check(loop, 2)
 
 
 def test_an_interrupt_in_the_main_thread_tears_no_update_apart():
@@ -418,7 +416,7 @@ def test_an_interrupt_in_the_main_thread_tears_no_update_apart():
     assert wrong == []
 
 
-SLOW_DRAWS = """
+SLOW_SAMPLES = """
 import asyncio, sys
 sys.path.insert(0, {tests!r})
 import rl_notebook as rln
@@ -426,7 +424,7 @@ import test_cancellation as tests
 from dataclasses import replace
 class Slow:
     async def sample(self, prompt_tokens, params):
-        print("drawing", flush=True)
+        print("sampling", flush=True)
         await asyncio.sleep(3600)
 backend = await tests.local()
 loop = tests.begin(replace(backend, sampler=Slow()), "sync")
@@ -449,7 +447,7 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
             content = message["content"]
             if message["parent_header"].get("msg_id") != asked:
                 continue
-            if interrupt and "drawing" in content.get("text", ""):
+            if interrupt and "sampling" in content.get("text", ""):
                 manager.interrupt_kernel()
                 interrupt = False
             seen += "\n".join(content.get("traceback", ())) + content.get("data", {}).get(
@@ -461,15 +459,15 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
     with contextlib.ExitStack() as stack:
         stack.callback(manager.shutdown_kernel, now=True)
         stack.callback(client.stop_channels)
-        assert shown(SLOW_DRAWS.format(tests=str(Path(__file__).parent))) == ""
-        stands = "Interrupted. await loop.step() goes on from here: step 1, next: sample; 2 of"
+        assert shown(SLOW_SAMPLES.format(tests=str(Path(__file__).parent))) == ""
+        message = "Interrupted. await loop.step() goes on from here: step 1, next: sample; 2 of"
         for call in (
             "await loop.step()",
             "await loop.sample()",
             "await loop.evaluate(loop.rows[:1])",
         ):
             text = shown(call, interrupt=True)
-            assert (text.startswith(stands), len(text.splitlines())) == (True, 1), text
+            assert (text.startswith(message), len(text.splitlines())) == (True, 1), text
         tried = "await rln.preflight(loop.backend, loop.rows, lambda text: 1.0, loop.cfg)"
         assert shown(tried, interrupt=True) == "Interrupted: preflight, sample."
         assert shown("x = 1\nloop.datums()").splitlines()[:-1] == ["cell, line 2: loop.datums()"]
@@ -491,9 +489,9 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
 def test_a_rollout_that_hangs_ends_with_its_step(
     kind: str, ended: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ):
-    "A step of a loop of its own event loop leaves nothing behind; rows of an async loop end when it is closed."
+    "A step in a separate event loop leaves nothing behind; rows of an async loop end when it is closed."
     unraisable: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda found: unraisable.append(found.exc_value))
+    monkeypatch.setattr(sys, "unraisablehook", lambda event: unraisable.append(event.exc_value))
 
     async def rollout_fn(sample_prompt: dict[str, Any], rollout_index: int) -> None:
         if ended == "failed" and rollout_index == 2:

@@ -1,4 +1,4 @@
-"""What is drawn is what was measured: payloads compared with ==, figures that plotly takes, pictures that hold text."""
+"""A chart shows what was measured: payloads compared with ==, figures that plotly takes, pictures that hold text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from rl_notebook.views.payloads import (
 from rl_notebook.views.payloads import step_payloads, timeline_payload
 
 
-def drawn(record: StepRecord, steps: int = 5) -> dict[str, Chart]:
+def charts_of(record: StepRecord, steps: int = 5) -> dict[str, Chart]:
     "All charts of a run that repeats a record."
     history = History(
         {**history_row(record), "step": s, "eval/reward": 0.5} for s in range(1, steps + 1)
@@ -99,7 +99,7 @@ def test_only_drawing_is_thin():
 # --- payloads ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_only_rounding_is_named_and_not_drawn():
+def test_what_is_only_rounding_is_named_and_not_shown():
     gap = "sampling/sampling_logp_difference"
     rounding = [
         {"step": s, "kl/k3": 0.01 * s, f"{gap}/mean": 1e-7 * s, f"{gap}/max": 1e-5 * s}
@@ -114,7 +114,7 @@ def test_what_is_only_rounding_is_named_and_not_drawn():
     alone = kl_payload(History([{"step": 1, f"{gap}/mean": 1e-7}]), {})
     assert "all within rounding" in svg(chart("kl", alone).figure)
     axes = [chart("kl", alone).figure["layout"][axis] for axis in ("xaxis", "yaxis")]
-    # no scale where nothing is drawn
+    # no scale where nothing is shown
     assert [axis["showticklabels"] for axis in axes] == [False, False]
 
 
@@ -166,7 +166,7 @@ def elements(picture: str) -> list[str]:
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_plotly_takes_every_figure(name: str):
-    result = drawn(async_record(synthetic_record(20)))
+    result = charts_of(async_record(synthetic_record(20)))
     go.Figure(result[name].figure)  # raises for what plotly does not know
     payload = result[name].payload
     assert json.loads(json.dumps(payload, allow_nan=False)) == payload
@@ -178,7 +178,7 @@ def test_plotly_takes_every_figure(name: str):
     assert all("dtick" in axis or "tickvals" in axis for axis in rounded)
 
 
-def test_the_picture_draws_the_numbers():
+def test_the_picture_shows_the_numbers():
     three = {"x": [0, 5, 10], "y": [0.0, 0.25, 1.0]}
     empty = {"x": [], "y": []}
     payload = {
@@ -222,12 +222,12 @@ def test_a_map_has_a_colour_for_each_sign():
     ]
 
 
-# --- rollouts beside training -----------------------------------------------------------------------------------------
+# --- asynchronous rollouts ----------------------------------------------------------------------------------------------
 
-rows_under_way = st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 20)), max_size=80)
+rows_in_flight = st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 20)), max_size=80)
 
 
-@given(rows_under_way)
+@given(rows_in_flight)
 def test_rows_that_overlap_are_in_different_lanes_and_lanes_are_few(
     rows: list[tuple[float, float]],
 ):
@@ -239,7 +239,7 @@ def test_rows_that_overlap_are_in_different_lanes_and_lanes_are_few(
         assert lane != other or min(a["end"], b["end"]) <= max(a["begin"], b["begin"]) + 1e-9
 
 
-@given(rows_under_way, st.integers(1, 30), st.integers(1, 9))
+@given(rows_in_flight, st.integers(1, 30), st.integers(1, 9))
 def test_a_timeline_is_thinned_evenly_and_says_so(
     rows: list[tuple[float, float]], most: int, lanes: int
 ):
@@ -262,26 +262,30 @@ def history(steps: int) -> History:
     )
 
 
-class Wire(comm.DummyComm):
+class RecordingComm(comm.DummyComm):
     "A comm that keeps the state it sends."
 
     sent: ClassVar[list[dict]] = []
 
     def publish_msg(self, msg_type: str, data=None, metadata=None, buffers=None, **keys) -> None:
-        Wire.sent.append({"state": (data or {}).get("state", {}), "buffers": buffers or []})
+        RecordingComm.sent.append(
+            {"state": (data or {}).get("state", {}), "buffers": buffers or []}
+        )
 
 
 def test_an_update_is_one_message(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(comm, "create_comm", Wire)
+    monkeypatch.setattr(comm, "create_comm", RecordingComm)
     live = chart("reward", run_payloads(history(13), {})["reward"]).live()
-    assert any("figures" in m["state"] for m in Wire.sent)  # announced with its charts, never empty
-    Wire.sent.clear()
+    assert any(
+        "figures" in m["state"] for m in RecordingComm.sent
+    )  # announced with its charts, never empty
+    RecordingComm.sent.clear()
     later = run_payloads(history(20), {})
     live.draw(chart("reward", later["reward"]), chart("kl", later["kl"]))
-    (message,) = Wire.sent
+    (message,) = RecordingComm.sent
     assert message["state"].keys() == {"shown", "figures"}
     live.draw(chart("reward", later["reward"]), chart("kl", later["kl"]))
-    assert len(Wire.sent) == 1  # nothing new, nothing sent
+    assert len(RecordingComm.sent) == 1  # nothing new, nothing sent
 
 
 def test_what_a_page_loads_is_small_and_asks_for_nothing():
@@ -308,7 +312,7 @@ class Stepped:
 def test_a_chart_that_is_not_there_is_named():
     with pytest.raises(RecordError, match=r"got 'rewards'\. Did you mean 'reward'\?"):
         chart("rewards", [synthetic_record(1)])
-    # only with rollouts beside training
+    # only with asynchronous rollouts
     with pytest.raises(RecordError, match=r"'waits'; expected one of 'reward'"):
         chart("waits", synthetic_record(1))
     with pytest.raises(RecordError, match=r"Take a step first"):

@@ -132,12 +132,12 @@ def test_rows_get_what_conversations_get(form, tmp_path):
     [row] = load_rows(pd.read_parquet(tmp_path / "d.parquet") if form == "DataFrame" else source)
     more = "<|im_start|>user\nSo?<|im_end|>\n" if form in ("parquet", "DataFrame") else ""
     knowing = TOKENIZER.decode(encode_prompt(build(KNOWING), row))
-    said = "user\n2+2?<|im_end|>\n<|im_start|>assistant\nadd(2)<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
-    assert knowing == f"['add']\n<|im_start|>{said}{more}<|im_start|>assistant\n"
-    told = TOKENIZER.decode(encode_prompt(TOKENIZER, row))
-    assert json.dumps(ADD["function"]) in told
-    assert '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>' in told
-    assert "<|im_start|>user\n<tool_response>4</tool_response><|im_end|>" in told
+    turns = "user\n2+2?<|im_end|>\n<|im_start|>assistant\nadd(2)<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
+    assert knowing == f"['add']\n<|im_start|>{turns}{more}<|im_start|>assistant\n"
+    prompt = TOKENIZER.decode(encode_prompt(TOKENIZER, row))
+    assert json.dumps(ADD["function"]) in prompt
+    assert '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>' in prompt
+    assert "<|im_start|>user\n<tool_response>4</tool_response><|im_end|>" in prompt
     talk = start_conversation(build(KNOWING), row)
     later = talk.add_completion(speak(talk, "4<|im_end|>")).add_messages(
         {"role": "user", "content": CALLED[0]["content"]}
@@ -254,7 +254,7 @@ def test_conversations_keep_every_token_that_was_sampled(turns):
 
 
 @pytest.mark.parametrize(
-    ("change", "said", "got", "expected"),
+    ("change", "reply", "got", "expected"),
     [
         (
             "m.content.split('</think>')[-1]",
@@ -265,11 +265,11 @@ def test_conversations_keep_every_token_that_was_sampled(turns):
         ("m.content | trim", " 62", " 62<|im_end|>", "62<|im_end|>"),
     ],
 )
-def test_a_template_that_rewrites_earlier_turns(change, said, got, expected):
+def test_a_template_that_rewrites_earlier_turns(change, reply, got, expected):
     forgetful = build(CHATML.replace("m.content", change))
     c = start_conversation(forgetful, ROW)
     at = len(c.text)
-    c = c.add_completion(speak(c, said, "<|im_end|>"))
+    c = c.add_completion(speak(c, reply, "<|im_end|>"))
     text = message(lambda: c.add_messages({"role": "user", "content": "again"}), AlignmentError)
     assert (
         f"row 'q17', turn 1: character {at} differs from the chat template's rendering: got" in text
@@ -297,7 +297,7 @@ ENDINGS = {
     ("model", "ended"), [(m, e) for m, (ends, _) in ENDINGS.items() for e in ends]
 )
 def test_a_turn_may_end_with_any_of_the_models_ends(model, ended):
-    "Eos of tokenizer, generation_config or template: it is no part of what was said, and stays as it was sampled."
+    "Eos of tokenizer, generation_config or template: it is no part of the text, and stays as it was sampled."
     ends, template = ENDINGS[model]
     tokenizer = build(template)
     tokenizer.add_special_tokens({"additional_special_tokens": [*ends, "<|end|>"]})
@@ -314,9 +314,9 @@ def test_a_turn_may_end_with_any_of_the_models_ends(model, ended):
         c = c.add_completion(Completion(c.tokens, tokens, [-1.0] * len(tokens), text="62"))
         assert c.messages[-1] == {"role": "assistant", "content": "62"}
         c = c.add_messages({"role": "user", "content": f"again {turn}"})
-        written = "<|end|>" if model == "gpt-oss" else ends[0]
+        default_end = "<|end|>" if model == "gpt-oss" else ends[0]
         assert c.text == render(tokenizer, [*ROW.messages, *c.messages]).replace(
-            "62" + written, "62" + ended
+            "62" + default_end, "62" + ended
         )
     assert c.text.startswith(plain)
     assert c.tokens == encode(c.text, tokenizer)
@@ -408,13 +408,13 @@ def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
         talk = start_conversation(
             teller, make_row({"messages": [asked]}), tools=[offered], enable_thinking=thinks
         )
-        said = (
+        reply = (
             "I add.\n</think>\n\n" * thinks
             + "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"
         )
-        assert split_calls(said, [offered])[1][0]["function"]["arguments"] == '{"a": 2}'
-        ids = encode(f"{said}<|im_end|>", teller)
+        assert split_calls(reply, [offered])[1][0]["function"]["arguments"] == '{"a": 2}'
+        ids = encode(f"{reply}<|im_end|>", teller)
         later = talk.add_completion(Completion(talk.tokens, ids, [0.0] * len(ids)))
         assert later.add_messages(answer).text.startswith(
-            f"{talk.text}{said}<|im_end|>\n<|im_start|>user\n<tool_response>\n4\n"
+            f"{talk.text}{reply}<|im_end|>\n<|im_start|>user\n<tool_response>\n4\n"
         )

@@ -46,8 +46,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_the_demo_ends_with_its_result(demo):
     folder, output = demo
-    last, _, ways = output.rpartition("\nnext:\n")
-    assert [line.split()[1] for line in ways.splitlines()] == [
+    last, _, next_commands = output.rpartition("\nnext:\n")
+    assert [line.split()[1] for line in next_commands.splitlines()] == [
         "view",
         "show",
         "doctor",
@@ -77,20 +77,20 @@ class Loads(HTMLParser):
 
     def __init__(self, page: str):
         super().__init__()
-        self.found: list[str] = []
+        self.urls: list[str] = []
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found += [
+        self.urls += [
             v for k, v in attrs if v and k in ("src", "srcset", "href", "data", "poster", "action")
         ]
-        self.found += [v for k, v in attrs if v and k == "style" and "url(" in v]
+        self.urls += [v for k, v in attrs if v and k == "style" and "url(" in v]
 
 
 def test_the_report_needs_no_network(demo):
     page = (demo[0] / "report.html").read_text()
-    assert Loads('<img src="https://example.org/x.png">').found == ["https://example.org/x.png"]
-    assert [url for url in Loads(page).found if not url.startswith(("#", "data:"))] == []
+    assert Loads('<img src="https://example.org/x.png">').urls == ["https://example.org/x.png"]
+    assert [url for url in Loads(page).urls if not url.startswith(("#", "data:"))] == []
     styles = "".join(re.findall(r"<style[^>]*>(.*?)</style>", page, re.DOTALL))
     assert not re.search(r"@import|url\(\s*[\"']?\s*(https?:)?//", styles)
     for part in ("reward", "KL", "advantage", "</html>"):
@@ -153,7 +153,7 @@ def test_a_long_run_is_read_in_part_and_without_torch(tmp_path, monkeypatch, cap
     monkeypatch.setattr(
         run_module,
         "read_record",
-        lambda path, *how: read.append(int(path.name)) or whole(path, *how),
+        lambda path, *options: read.append(int(path.name)) or whole(path, *options),
     )
     for command_, most in (("show --json", 40), ("show", 40), ("doctor", 50), ("view --once", 49)):
         name, *options = command_.split()
@@ -318,11 +318,11 @@ def test_help_and_mistakes_do_not_wait_for_torch():
     lines = [
         "import contextlib, io, sys",
         "from rl_notebook.cli import COMMANDS, main",
-        "said = io.StringIO()",
+        "output = io.StringIO()",
         "for args in [*([name, '--help'] for name in COMMANDS), ['train', '--learning-rat', '1'], ['--help']]:",
-        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):",
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):",
         "        main(args)",
-        "assert said.getvalue().count('usage: ') == len(COMMANDS) + 1",
+        "assert output.getvalue().count('usage: ') == len(COMMANDS) + 1",
         "assert \"Did you mean 'learning_rate'\" in said.getvalue()",
         "print([name for name in ('torch', 'transformers', 'pandas', 'plotly', 'matplotlib') if name in sys.modules])",
     ]
@@ -406,7 +406,7 @@ def test_an_error_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, m
 
 
 def test_a_run_that_fails_in_its_first_step_leaves_no_folder(tmp_path, monkeypatch, capsys):
-    (tmp_path / "own_reward.py").write_text("def fn(text):\n    raise ValueError('broken')\n")
+    (tmp_path / "custom_reward.py").write_text("def fn(text):\n    raise ValueError('broken')\n")
     monkeypatch.chdir(tmp_path)
     short = [
         "--max-completion-tokens",
@@ -414,7 +414,7 @@ def test_a_run_that_fails_in_its_first_step_leaves_no_folder(tmp_path, monkeypat
         "--prompt-groups-per-step",
         "1",
         "--rewards",
-        "own_reward:fn",
+        "custom_reward:fn",
     ]
     assert main(["train", *short]) == 2
     output = capsys.readouterr()

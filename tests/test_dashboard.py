@@ -1,4 +1,4 @@
-"The dashboard without a screen: its player, its table, what it draws, what it leaves behind."
+"The dashboard without a screen: its player, its table, what it shows, what it leaves behind."
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def enabled(dashboard):
 # --- playing ------------------------------------------------------------------------------------------------------
 
 
-def test_play_runs_to_the_end_and_draws_every_step():
+def test_play_runs_to_the_end_and_shows_every_step():
     async def main():
         loop = make_loop(rows=9)
         dashboard = Dashboard(loop)
@@ -113,8 +113,8 @@ def test_phase_step_and_undo():
         assert "Step 1 is back at prompts." in dashboard.screen.head.value
         assert dashboard.history.column("reward")[0].tolist() == []
         assert "No step is finished" in dashboard.screen.now.value
-        refused = r"undo: got There is no update to take back: keep_undo=1 keeps the last update\. Open the loop with"
-        with pytest.raises(PhaseError, match=refused) as caught:
+        message = r"undo: got There is no update to take back: keep_undo=1 keeps the last update\. Open the loop with"
+        with pytest.raises(PhaseError, match=message) as caught:
             await dashboard.undo()
         assert "press stop" not in str(caught.value)
         assert "keep_undo=N" in dashboard.screen.buttons["undo"].tooltip
@@ -209,7 +209,7 @@ def test_with_windows_steps_are_played_and_single_phases_are_rejected_with_the_r
     run(main())
 
 
-# --- somebody else runs the loop ----------------------------------------------------------------------------------
+# --- other code runs the loop --------------------------------------------------------------------------------------
 
 
 def test_a_run_of_a_cell_is_shown_can_be_stopped_and_is_not_run_twice():
@@ -225,11 +225,11 @@ def test_a_run_of_a_cell_is_shown_can_be_stopped_and_is_not_run_twice():
         records = await running
         assert 1 <= len(records) < 20
         await until(lambda: "play" in enabled(dashboard))
-        drawn = dashboard.history.column("reward")[0].tolist()
+        shown_steps = dashboard.history.column("reward")[0].tolist()
         made = [r.step for r in records]
-        assert drawn[: len(made)] == made
-        # a step that was stopped after its rewards is drawn
-        assert drawn[len(made) :] in ([], [loop.state.number])
+        assert shown_steps[: len(made)] == made
+        # a step that was stopped after its rewards is shown
+        assert shown_steps[len(made) :] in ([], [loop.state.number])
         await dashboard.step()
 
     run(main())

@@ -104,7 +104,7 @@ class Bench:
         ]
 
     async def train(self, seed: int, updates: int, rate: float = 5e-5) -> None:
-        "Updates of the policy; the sampler is not told."
+        "Updates of the policy, without a sync of the sampler."
         self.moved = True
         rng = np.random.default_rng(seed)
         datums = [
@@ -164,7 +164,7 @@ def test_datums_and_series_do_without_a_record(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_the_x_ray_and_the_doctor_draw_one_line(bench: Bench, dtype: str) -> None:
+def test_the_x_ray_and_the_doctor_have_one_tolerance(bench: Bench, dtype: str) -> None:
     "What rounding may do is no failed check for the one and no cause for the other; what it may not is both."
     record, _ = asyncio.run(bench.healthy(100))
     assert record.loss is not None
@@ -173,8 +173,8 @@ def test_the_x_ray_and_the_doctor_draw_one_line(bench: Bench, dtype: str) -> Non
         loss = replace(
             record.loss, logprobs=tuple(Logprobs(x, dtype=dtype, policy_version=0) for x in off)
         )
-        told = replace(record, step=1, loss=loss)
-        assert (check_ratio(told).ok, ask(told).ok) == (share < 1, share < 1)
+        scored = replace(record, step=1, loss=loss)
+        assert (check_ratio(scored).ok, ask(scored).ok) == (share < 1, share < 1)
 
 
 def test_claims_count_where_numbers_are_missing(bench: Bench) -> None:
@@ -281,8 +281,8 @@ def asked_after_a_step(
             | {"max_seq_len": 128, "kl_beta": 0.0, "drop_zero_variance_groups": False}
             | settings
         )
-        how = {"reference": False, "dtype": dtype_of(model), "temperature": cfg.temperature}
-        async with open_local(model, load_model("tiny")[1], **how) as b:
+        options = {"reference": False, "dtype": dtype_of(model), "temperature": cfg.temperature}
+        async with open_local(model, load_model("tiny")[1], **options) as b:
             other = replace(b, sampler=sampler(b.sampler)) if sampler else b
             step = await GRPOLoop(
                 other, toy_rows(8, seed=cfg.seed), lambda text: float(len(text) % 5), cfg
@@ -309,13 +309,13 @@ def test_an_honest_sampler_is_not_accused(family: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"top_p": 0.9}])
-def test_nor_is_one_that_draws_as_it_was_told(settings: dict[str, float]) -> None:
+def test_nor_is_one_that_samples_as_it_was_asked(settings: dict[str, float]) -> None:
     for verdict in asked_after_a_step(flat_model("Qwen2", 0), **settings):
         assert verdict.ok, verdict.sentence
 
 
 class Secret:
-    "A sampler that samples with a setting of its own, and reports the model's own logprobs."
+    "A sampler that samples with a hidden setting, and reports the model's logprobs."
 
     def __init__(self, inner: Any, **settings: float):
         self.inner = inner
@@ -334,7 +334,7 @@ class Secret:
         ({"temperature": 0.7}, "temperature"),
     ],
 )
-def test_a_secret_cut_or_temperature_is_named_where_the_draws_show_it(
+def test_a_secret_cut_or_temperature_is_named_where_the_samples_show_it(
     settings: dict[str, float], cause: str
 ) -> None:
     "Of a peaked model."

@@ -1,4 +1,4 @@
-"Every phase draws itself: small, safe, legible in any theme, and still readable where pictures and styles are removed."
+"Every phase shows itself as HTML: small, safe, legible in any theme, and still readable where pictures and styles are removed."
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ LIMIT = 40_000  # bytes
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202e\x1b[31m</div></table>"
 
 
-def drawn(value: Any) -> Page:
-    "What a value shows, held to the rules of every drawing."
+def page_of(value: Any) -> Page:
+    "What a value shows, held to the rules of every view."
     text = value._repr_html_()
     page = Page(
         text,
@@ -113,10 +113,10 @@ WORDS = {
 
 
 @pytest.mark.parametrize("phase", WORDS)
-def test_every_phase_draws_itself_and_says_the_same_without_its_pictures(
+def test_every_phase_shows_itself_and_says_the_same_without_its_pictures(
     phases: dict[str, Any], phase: str
 ):
-    page = drawn(phases[phase])
+    page = page_of(phases[phase])
     assert WORDS[phase] in page.text
     assert "Ġ" not in page.text
     if phase not in ("optimize", "finish"):
@@ -154,13 +154,13 @@ def many(groups: int, completions: int, tokens: int, text: str = "") -> dict[str
     for p in prompts:
         samples = []
         for k in range(completions):
-            said = np.resize(np.roll(letters, -k), tokens)
+            completion = np.resize(np.roll(letters, -k), tokens)
             n = len(p.tokens)
             rewards = {text or "right": float(rng.normal()), "form": float(k % 2)}
             logprobs = np.r_[np.zeros(n), -rng.exponential(1.0, tokens)]
-            ids = np.r_[p.tokens, said]
+            ids = np.r_[p.tokens, completion]
             mask = [0] * n + [1] * tokens
-            words = text or "".join(map(chr, said))
+            words = text or "".join(map(chr, completion))
             samples.append(
                 RolloutSample(
                     ids, logprobs, mask, sum(rewards.values()), text=words, rewards=rewards
@@ -171,8 +171,8 @@ def many(groups: int, completions: int, tokens: int, text: str = "") -> dict[str
         PromptGroup(a.samples, a.prompt.row.data, key, i, dropped=a.dropped, number=i)
         for i, a in enumerate(answers)
     ]
-    compared = with_advantages(graded)
-    datums = datums_from_groups(compared)
+    groups_with_advantages = with_advantages(graded)
+    datums = datums_from_groups(groups_with_advantages)
     policy = [Logprobs(d.sampler_logprobs) for d in datums]
     reference = [Logprobs(np.where(d.active, d.sampler_logprobs - 0.1, np.nan)) for d in datums]
     datums = attach(datums, "ref_logprobs", reference)
@@ -187,13 +187,15 @@ def many(groups: int, completions: int, tokens: int, text: str = "") -> dict[str
         "sample": list_rollouts(answers, tokenizer),
         "sample without tokenizer": list_rollouts(answers),
         "score": list_groups(graded),
-        "advantages": list_groups(compared),
-        "datums": list_datums(datums_from_groups(compared), tokenizer),
+        "advantages": list_groups(groups_with_advantages),
+        "datums": list_datums(datums_from_groups(groups_with_advantages), tokenizer),
         "reference": list_datums(datums, tokenizer, policy),
         "loss": LossReport(replace(output, metrics={}), tuple(datums), tokenizer),
         "backward": LossReport(output, tuple(datums), tokenizer),
         "optimize": PhaseMetrics("weights updated", norms),
-        "finish": StepRecord(1, tuple(compared), tuple(datums), output, metrics=norms),
+        "finish": StepRecord(
+            1, tuple(groups_with_advantages), tuple(datums), output, metrics=norms
+        ),
     }
 
 
@@ -204,14 +206,14 @@ def test_a_drawing_stays_small_and_says_what_it_leaves_out(
     groups: int, completions: int, tokens: int
 ):
     for name, value in many(groups, completions, tokens).items():
-        page = drawn(value)
+        page = page_of(value)
         if groups * completions > 100 and name in ("sample", "loss", "reference"):
             assert re.search(r"and \d+ more|… \d+ tokens", page.text), name
 
 
 def test_whatever_a_model_says_is_text():
     for value in many(2, 3, 60, HOSTILE).values():
-        drawn(value)
+        page_of(value)
 
 
 def test_a_tint_leaves_text_legible_on_white_and_on_black():

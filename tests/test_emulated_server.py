@@ -58,7 +58,7 @@ def ask(client, path="/v1/completions", **body):
     return answer.json()
 
 
-def drawn(local, **params):
+def sample_locally(local, **params):
     params = SampleParams(**{"max_tokens": 6, "seed": 3} | params)
     return asyncio.run(local.sampler.sample(PROMPT, params))
 
@@ -96,7 +96,7 @@ def test_the_sdk_samples(sdk_sampler, local, name, echo):
         PROMPT, logprobs=True, echo=echo, seed=3, **options
     )
     (got,) = asyncio.run(asked)
-    (want,) = drawn(
+    (want,) = sample_locally(
         local, **options | ({"stop": tuple(options["stop"])} if "stop" in options else {})
     )
     assert (got.full_tokens, got.prompt_len, got.finish_reason) == (
@@ -126,7 +126,7 @@ VLLM_LISTS = {"text_offset", "token_logprobs", "tokens", "top_logprobs"}
 
 
 def test_the_shape_is_that_of_vllm(fresh, local):
-    (c,) = drawn(local)
+    (c,) = sample_locally(local)
     answer = ask(
         fresh[1],
         logprobs=1,
@@ -178,7 +178,7 @@ def events(client, path, **body):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_stream_adds_up_to_the_answer(fresh, n):
+def test_a_stream_adds_up_to_the_whole_reply(fresh, n):
     _, client = fresh
     options = {"max_tokens": 30, "n": n, "logprobs": 1, "return_token_ids": True}
     whole = ask(client, **options)["choices"]
@@ -248,7 +248,7 @@ def test_a_record_of_a_token_says_what_pages_say() -> None:
     assert "\\xf0" in "".join(r["token"] for r in records)
 
 
-REFUSED = [
+REJECTED = [
     ({"model": "qwen"}, 404, "The model `qwen` does not exist"),
     ({"prompt": []}, 400, "prompt"),
     ({"prompt": [9999]}, 400, "9999"),
@@ -261,8 +261,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("body", "status", "said"), REFUSED, ids=[str(r[0])[:30] for r in REFUSED])
-def test_refusals_have_the_shape_of_openai(site, body, status, said):
+@pytest.mark.parametrize(
+    ("body", "status", "message"), REJECTED, ids=[str(r[0])[:30] for r in REJECTED]
+)
+def test_errors_have_the_shape_of_openai(site, body, status, message):
     answer = httpx.post(
         site[1] + "/v1/completions", json={"model": "tiny", "prompt": PROMPT} | body
     )
@@ -270,11 +272,11 @@ def test_refusals_have_the_shape_of_openai(site, body, status, said):
     error = answer.json()["error"]
     assert set(error) == {"object", "message", "type", "code"}
     assert error["code"] == status
-    assert said in error["message"]
+    assert message in error["message"]
 
 
 @pytest.mark.parametrize(
-    ("raw", "said"),
+    ("raw", "message"),
     [
         (b"[" * 100_000, "nested too deeply"),
         (b'{"prompt": "\\ud800"}', "surrogates"),
@@ -283,12 +285,12 @@ def test_refusals_have_the_shape_of_openai(site, body, status, said):
         (b'{"prompt": [1], "stop": ["\\uD83D"]}', "surrogates"),
     ],
 )
-def test_odd_json_is_rejected(site, raw, said):
+def test_odd_json_is_rejected(site, raw, message):
     answer = httpx.post(
         site[1] + "/v1/completions", content=raw, headers={"content-type": "application/json"}
     )
     assert answer.status_code == 400
-    assert said in answer.json()["error"]["message"]
+    assert message in answer.json()["error"]["message"]
 
 
 # --- steering -----------------------------------------------------------------------------------------------------

@@ -293,10 +293,10 @@ def test_a_step_of_the_managed_kind_with_a_reference_and_its_masks(shared: Runni
         scored = {}
         for names in ((), ("loss_mask",), ("mask",), ("weights",), ("weights", "loss_mask")):
             data = [masked(tokens, prompt, *names) for tokens, prompt in sequences]
-            said = reference.forward(data, "cross_entropy").result()
+            output = reference.forward(data, "cross_entropy").result()
             scored[names] = (
-                [o["logprobs"].data for o in said.loss_fn_outputs],
-                said.metrics["loss:sum"],
+                [o["logprobs"].data for o in output.loss_fn_outputs],
+                output.metrics["loss:sum"],
             )
         # a mask decides what counts, not what is scored
         assert all(lps == scored[()][0] for lps, _ in scored.values())
@@ -316,9 +316,9 @@ def test_a_step_of_the_managed_kind_with_a_reference_and_its_masks(shared: Runni
             )
             return -logprobs[0].sum() + logprobs[1].sum() + 0.001 * kl, {"mean_kl": kl.item()}
 
-        said = policy.forward_backward_custom(data, loss_fn).result()
+        output = policy.forward_backward_custom(data, loss_fn).result()
         # policy and reference are still the same
-        assert said.metrics["mean_kl"] == pytest.approx(0.0, abs=1e-4)
+        assert output.metrics["mean_kl"] == pytest.approx(0.0, abs=1e-4)
         policy.optim_step(
             sdk.AdamParams(learning_rate=1e-3), grad_accumulation_normalization=None
         ).result()
@@ -343,14 +343,14 @@ def test_a_step_of_the_managed_kind_with_a_reference_and_its_masks(shared: Runni
 
 
 def emulate(*args: str, folder: Path) -> subprocess.Popen[str]:
-    "`rl-notebook emulate` in a process of its own."
+    "`rl-notebook emulate` in a separate process."
     code = "import sys; from rl_notebook.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "emulate", "--port", "0", "--folder", str(folder), *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def printed(process: subprocess.Popen[str]) -> dict[str, str]:
-    "The variables that it told its user to set."
+    "The variables that it prints for its user to set."
     assert process.stdout is not None
     result: dict[str, str] = {}
     for line in process.stdout:
@@ -364,12 +364,12 @@ def printed(process: subprocess.Popen[str]) -> dict[str, str]:
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     process = emulate("--startup-delay", "0.1", folder=tmp_path)
     try:
-        told = printed(process)
+        variables = printed(process)
         names = ("FIREWORKS", "TINKER", "OPENAI")
-        assert set(told) == {f"{n}_{part}" for n in names for part in ("BASE_URL", "API_KEY")}
-        assert told["TINKER_API_KEY"].startswith("tml-")
-        key = {"X-Api-Key": told["FIREWORKS_API_KEY"]}
-        with httpx.Client(base_url=told["FIREWORKS_BASE_URL"], headers=key) as client:
+        assert set(variables) == {f"{n}_{part}" for n in names for part in ("BASE_URL", "API_KEY")}
+        assert variables["TINKER_API_KEY"].startswith("tml-")
+        key = {"X-Api-Key": variables["FIREWORKS_API_KEY"]}
+        with httpx.Client(base_url=variables["FIREWORKS_BASE_URL"], headers=key) as client:
             assert client.get("/v1/accounts").json()["accounts"][0]["name"] == "accounts/local"
             job = client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED).json()
             assert job["state"] in ("JOB_STATE_PENDING", "JOB_STATE_CREATING")

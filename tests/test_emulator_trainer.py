@@ -377,16 +377,16 @@ def test_sessions_that_share_one_model_do_not_mix_their_weights(own, monkeypatch
         "sampling_params": {"max_tokens": 4, "seed": 1},
     }
 
-    def drawn(job: tuple[int, int]) -> list:
+    def sample(job: tuple[int, int]) -> list:
         out = service.result(
             "asample", {**ask, "sampling_session_id": samplers[job[0]], "seq_id": job[1]}
         )
         return [out["sequences"][0]["tokens"], out["prompt_logprobs"][1:]]
 
-    alone = [drawn((k, 0)) for k in range(3)]
+    alone = [sample((k, 0)) for k in range(3)]
     assert len({tuple(logprobs) for _, logprobs in alone}) == 3
     jobs = [(k, n) for n in range(1, 4) for k in range(3)]
     with ThreadPoolExecutor(6) as pool:
-        for (k, _), (tokens, logprobs) in zip(jobs, pool.map(drawn, jobs), strict=True):
+        for (k, _), (tokens, logprobs) in zip(jobs, pool.map(sample, jobs), strict=True):
             assert tokens == alone[k][0]
             np.testing.assert_allclose(logprobs, alone[k][1], atol=1e-5)

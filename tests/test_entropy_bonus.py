@@ -157,8 +157,8 @@ def test_a_step_says_what_the_bonus_took_off():
             0.1 * exact, rel=1e-4
         )
         await loop.undo()
-        compared = await replay_backward(loop, record, "")
-        assert compared.same is not False
+        backward = await replay_backward(loop, record, "")
+        assert backward.same is not False
 
     run(main())
 
@@ -219,7 +219,7 @@ def test_a_weight_that_adapts_is_resumed_sought_and_replayed(tmp_path):
 
 
 def test_what_cannot_compute_it_is_refused_by_name():
-    for settings, said in (
+    for settings, message in (
         ({"entropy_target": 0.0}, "entropy_target: got 0.0, step 0.005"),
         ({"entropy_coeff_step": 0.1}, "entropy_coeff_step: entropy_coeff is fixed"),
         (
@@ -227,7 +227,7 @@ def test_what_cannot_compute_it_is_refused_by_name():
             "entropy_target: backend='tinker' computes no",
         ),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             Config(**settings)
     with pytest.raises(ConfigError, match="entropy_coeff: backend='tinker' computes no entropy"):
         Config(backend="tinker", lora_rank=8, entropy_coeff=0.01)

@@ -30,7 +30,7 @@ ROW = {"messages": [{"role": "user", "content": "What is 5+7?"}], "answer": "12"
 
 
 class Scripted:
-    "A sampler that says what it is told; an exception is raised."
+    "A sampler that returns scripted texts; an exception is raised."
 
     def __init__(self, *texts: Any):
         self.tokenizer = build_tokenizer()
@@ -116,21 +116,21 @@ class Counter:
 def test_an_agent_with_a_client_that_blocks_plays_too():
     def play(row: dict[str, Any], rollout: Any) -> float:
         with OpenAI(base_url=rollout.url, api_key=rollout.key, max_retries=0) as client:
-            said = client.chat.completions.create(model="policy", messages=row["messages"])
-            return float(said.choices[0].message.content)
+            reply = client.chat.completions.create(model="policy", messages=row["messages"])
+            return float(reply.choices[0].message.content)
 
     assert Scripted("12").play(agent_rollouts(play)).reward == 12.0
 
 
 def test_a_rollout_for_which_no_request_comes_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rl_notebook.agents.serve.QUIET", 0.01)
-    said = threading.Event()
+    warned = threading.Event()
     monkeypatch.setattr(
-        warnings, "warn", lambda words: "has got no request for 0.01 s" in words and said.set()
+        warnings, "warn", lambda words: "has got no request for 0.01 s" in words and warned.set()
     )
 
     async def play(row: dict[str, Any], rollout: Any) -> float:
-        assert said.wait(60)  # as a client does that blocks the event loop
+        assert warned.wait(60)  # as a client does that blocks the event loop
         return 1.0
 
     with pytest.raises(AlignmentError, match="expected at least one request"):
@@ -149,11 +149,11 @@ def test_tools_plain_and_async_and_what_goes_wrong_in_them():
         .play(tool_rollouts(lambda text, answer: float(text == "24"), tools=[double, slow]))
         .segments
     )
-    told = [m["content"] for m in sample.info["messages"] if m["role"] == "user"]
+    tool_replies = [m["content"] for m in sample.info["messages"] if m["role"] == "user"]
     # of one turn
-    assert told[0] == "<tool_response>12</tool_response>\n<tool_response>1</tool_response>"
-    assert "no tool 'triple'" in told[1]
-    assert "unexpected keyword" in told[2]
+    assert tool_replies[0] == "<tool_response>12</tool_response>\n<tool_response>1</tool_response>"
+    assert "no tool 'triple'" in tool_replies[1]
+    assert "unexpected keyword" in tool_replies[2]
     assert (sample.reward, sample.info["tool_calls"], sample.info["tool_errors"]) == (1.0, 4, 2)
 
 
@@ -253,8 +253,8 @@ def test_a_value_in_a_tag_has_the_declared_type_and_else_its_very_text(declared)
     defs = {"Count": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}}
     tool = {"function": {"name": "f", "parameters": {"properties": {"p": schema}, "$defs": defs}}}
     for text, value in cases.items():
-        written = f"<tool_call>\n<function=f>\n<parameter=p>\n{text}\n</parameter>\n</function>\n</tool_call>"
-        _, [read] = split_calls(written, [tool])
+        call = f"<tool_call>\n<function=f>\n<parameter=p>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        _, [read] = split_calls(call, [tool])
         got = json.loads(read["function"]["arguments"])["p"]
         assert (got, type(got)) == (value, type(value)), text
 
@@ -273,8 +273,8 @@ def test_arguments_are_handed_on_as_they_were_written():
         assert split_calls(f"no</think>{text}", opened="<think>\n")[0] == "no</think>"
         assert split_calls(text[len("<tool_call>\n") :], opened="<tool_call>\n")[0] is None
     # JSON in JSON, and as Llama writes it
-    for told in ('"arguments": "{\\"a\\": 1}"', '"parameters": {"a": 1}'):
-        [read] = split_calls(f'<tool_call>{{"name": "f", {told}}}</tool_call>')[1]
+    for call_arguments in ('"arguments": "{\\"a\\": 1}"', '"parameters": {"a": 1}'):
+        [read] = split_calls(f'<tool_call>{{"name": "f", {call_arguments}}}</tool_call>')[1]
         assert read["function"]["arguments"] == '{"a": 1}'
     [read] = split_calls("[f(a=[1,\n 'é'], b=1e999, c=[-1e999])]")[1]
     assert json.loads(read["function"]["arguments"]) == {
@@ -293,18 +293,18 @@ def test_arguments_are_handed_on_as_they_were_written():
 @pytest.mark.parametrize("written", ["so bad", " so bad"])
 def test_a_turn_that_the_template_refuses_later_costs_an_agent_its_rollout(written):
     scripted = Scripted(*[written] * 8)
-    refuses = "{% if m.role == 'assistant' and 'bad' in m.content %}{{ raise_exception('no bad words') }}{% endif %}"
-    scripted.tokenizer.chat_template = ALTERNATING.replace("{{ '<|'", refuses + "{{ '<|'")
+    rejection = "{% if m.role == 'assistant' and 'bad' in m.content %}{{ raise_exception('no bad words') }}{% endif %}"
+    scripted.tokenizer.chat_template = ALTERNATING.replace("{{ '<|'", rejection + "{{ '<|'")
 
     async def play(row, rollout):
         async with AsyncOpenAI(base_url=rollout.url, api_key=rollout.key) as client:
 
-            def ask(said):
-                return client.chat.completions.create(model="policy", messages=said)
+            def ask(messages):
+                return client.chat.completions.create(model="policy", messages=messages)
 
             reply = await ask(first := [{"role": "user", "content": "What is 5+7?"}])
-            said = {"role": "assistant", "content": reply.choices[0].message.content}
-            await ask([*first, said, {"role": "user", "content": "Sure?"}])
+            turn = {"role": "assistant", "content": reply.choices[0].message.content}
+            await ask([*first, turn, {"role": "user", "content": "Sure?"}])
         return 1.0
 
     setup = RolloutSetup(
@@ -317,7 +317,7 @@ def test_a_turn_that_the_template_refuses_later_costs_an_agent_its_rollout(writt
         "cannot be continued (on_template_mismatch: drop)" in r and "no bad words" in r
         for r in rollouts.dropped
     )
-    assert len(scripted.texts) == 6, "a request that was refused is not made again by the client"
+    assert len(scripted.texts) == 6, "a request that was rejected is not made again by the client"
     with pytest.raises(AlignmentError, match="no bad words"):
         asyncio.run(
             sample_rollouts(agent_rollouts(play)(setup), prompt, 1, on_template_mismatch="raise")

@@ -1,4 +1,4 @@
-"Evaluation with samples of its own, pass@k and avg@k, and the best checkpoint."
+"Evaluation with separate samples, pass@k and avg@k, and the best checkpoint."
 
 import asyncio
 import itertools
@@ -34,9 +34,12 @@ def test_pass_at_k_is_the_share_of_all_choices_with_a_right_one(n):
 def test_held_out_rows_are_sampled_as_the_evaluation_says():
     backend = rln.open_local(*rln.load_model("tiny"), inline=True)
     held_out = toy_rows(6, split="heldout")
-    draws = {"eval_samples": 4, "eval_sampling": {"temperature": 0.0, "max_completion_tokens": 24}}
+    eval_settings = {
+        "eval_samples": 4,
+        "eval_sampling": {"temperature": 0.0, "max_completion_tokens": 24},
+    }
     greedy = rln.GRPOLoop(
-        backend, toy_rows(8), toy_reward, Config(**SMALL_RUN, **draws), eval_rows=held_out
+        backend, toy_rows(8), toy_reward, Config(**SMALL_RUN, **eval_settings), eval_rows=held_out
     )
     result = asyncio.run(greedy.evaluate())
     # four times the same
@@ -73,7 +76,7 @@ def test_what_would_not_be_done_is_rejected():
 
 
 def run(folder, scores, resume=False, **settings):
-    "A run whose evaluations come out as told, step by step, from step 0."
+    "A run whose evaluations have the scores of the list, step by step, from step 0."
     cfg = Config(
         **SMALL_RUN
         | {"log_path": str(folder), "eval_interval": 1, "keep_best": "eval/score"}

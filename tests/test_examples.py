@@ -122,7 +122,7 @@ def test_the_gsm8k_example_trains_here_and_is_measured(run: Callable[..., str], 
 
 @pytest.mark.parametrize("example", ["gsm8k"], indirect=True)
 @pytest.mark.parametrize(
-    ("said", "earned", "comes_to_it"),
+    ("reply", "earned", "comes_to_it"),
     [
         ("6 * 24 = 144 rolls, and 144 - 95 = 49 are left.", 1.0, 1),
         ("6 trays * 24 rolls = 144 rolls", 0.5, 0),  # the second is missing
@@ -134,15 +134,15 @@ def test_the_gsm8k_example_trains_here_and_is_measured(run: Callable[..., str], 
     ],
 )
 def test_calculations_of_the_reference_are_what_is_paid(
-    example: SimpleNamespace, said: str, earned: float, comes_to_it: int
+    example: SimpleNamespace, reply: str, earned: float, comes_to_it: int
 ):
     answer = (
         "It bakes 6*24 = <<6*24=144>>144 rolls.\nThere are 144-95 = <<144-95=49>>49 left.\n#### 49"
     )
-    given = example.calculations
-    assert given.calculations(said, answer) == earned
-    assert given.with_calculator(said, answer) == comes_to_it
-    assert given.calculations(re.sub("<<.*?>>", "", answer), answer) == 1
+    module = example.calculations
+    assert module.calculations(reply, answer) == earned
+    assert module.with_calculator(reply, answer) == comes_to_it
+    assert module.calculations(re.sub("<<.*?>>", "", answer), answer) == 1
 
 
 def odd_is_right(text: str, answer: str) -> float:
@@ -272,7 +272,7 @@ def test_the_calculator_refuses_everything_else(example: SimpleNamespace):
 
 
 class Scripted:
-    "A sampler that says what it is told, and remembers what it was asked."
+    "A sampler that returns scripted texts, and keeps what it was asked."
 
     def __init__(self, *texts: str):
         self.tokenizer = build_tokenizer()
@@ -312,7 +312,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize("example", ["tool_use"], indirect=True)
-def test_the_tool_rollout_trains_on_what_the_policy_said(example: SimpleNamespace):
+def test_the_tool_rollout_trains_on_the_tokens_of_the_policy(example: SimpleNamespace):
     sampler = Scripted("let me see: calc(3*4-5+9)", "#### 16")
     sample = sampler.rollout(example)
     assert (sample.reward, sample.info["calls"], sample.info["turns"]) == (1.0, 1, 2)
@@ -329,8 +329,8 @@ def test_the_tool_rollout_ends(example: SimpleNamespace):
     endless = Scripted(*["calc(1+1)"] * 4)
     assert endless.rollout(example).reward == 0
     assert len(endless.asked) == example.rollout.MAX_TURNS
-    refused = Scripted("calc(__import__('os'))", "#### 16")
-    assert refused.rollout(example).info["messages"][1]["content"].startswith("error: ")
+    attack = Scripted("calc(__import__('os'))", "#### 16")
+    assert attack.rollout(example).info["messages"][1]["content"].startswith("error: ")
     # read out, but not given as the answer
     assert Scripted("calc(3*4-5+9)", "= 16").rollout(example).reward == 0
 
@@ -341,10 +341,10 @@ def test_the_warm_start_learns_its_traces(example: SimpleNamespace):
     rng = np.random.default_rng(0)
     backend = open_local(*load_model("tiny"))
     traces = [example.warm_start.trace(backend.tokenizer, row, rng) for row in rows]
-    said = [backend.tokenizer.decode(d.target_tokens[d.active]) for d in traces]
-    assert {text.startswith("calc(") for text in said} == {True, False}
+    replies = [backend.tokenizer.decode(d.target_tokens[d.active]) for d in traces]
+    assert {text.startswith("calc(") for text in replies} == {True, False}
     assert all(
-        re.fullmatch(r"(calc\([^()]+\)<\|end\|>)?#### -?\d+<\|end\|>", text) for text in said
+        re.fullmatch(r"(calc\([^()]+\)<\|end\|>)?#### -?\d+<\|end\|>", text) for text in replies
     )
     losses = asyncio.run(example.warm_start.warm_start(backend, rows, steps=8))
     assert losses[-1] < losses[0] / 2
@@ -419,11 +419,11 @@ def test_the_glue_is_at_most_ten_lines(script: str):
     ruler = r"# -{20,}"
     [_, glue, _] = re.split(rf"\n{ruler}\n|\n# --- the glue.*\n", text)
     lines = [line for line in glue.splitlines() if line.strip()]
-    [told] = re.findall(r"# --- the glue: (\d+) lines?", text)
-    assert len(lines) == int(told) <= 10
+    [count] = re.findall(r"# --- the glue: (\d+) lines?", text)
+    assert len(lines) == int(count) <= 10
 
 
-def test_an_environment_trains_on_what_the_policy_said():
+def test_an_environment_trains_on_the_tokens_of_the_policy():
     with at_home("environments"):
         module = importlib.import_module("trl_environment")
         sampler = Scripted("#### 1", "#### 16")

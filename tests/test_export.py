@@ -39,7 +39,7 @@ def loss(datums, logprobs):
 
 
 def trained(tmp_path: Path, model: Any = None, **options: Any) -> Backend:
-    "A backend after two large updates, over a model that has a folder of its own."
+    "A backend after two large updates, over a model that is saved in a folder."
     model = model or tiny_model()
     model.save_pretrained(tmp_path / "base")
     backend = open_local(
@@ -182,7 +182,7 @@ def updated(backend: Backend) -> torch.Tensor:
 ADAPTERS = {
     "plain": {},
     "head and embedding": {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
-    "a head of its own": {"modules_to_save": ["lm_head"]},
+    "a trained head": {"modules_to_save": ["lm_head"]},
     "dora": {"use_dora": True},
 }
 

@@ -14,8 +14,8 @@ ROWS = pd.read_csv(TABLE, dtype=str, keep_default_na=False).set_index("architect
 @pytest.mark.parametrize("name", ROWS.index[ROWS["not made here"] == ""][::30])
 def test_an_architecture_does_what_the_table_says(name: str):
     row = row_of(name)
-    told = ROWS.loc[name]
+    expected = ROWS.loc[name]
     for column in ("drawn by", "shared prefixes", "refused", "LoRA"):
-        assert row.get(column, "") == told[column]
+        assert row.get(column, "") == expected[column]
     if not row["refused"]:
         assert max(row["largest gap"], row.get("LoRA gap", 0.0)) < 1e-5

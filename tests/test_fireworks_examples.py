@@ -36,16 +36,16 @@ LINE = re.compile(r"^step (\d+): reward (\S+) loss (\S+) (.*)synced (\S+)$", re.
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEmulator]:
-    "One service for all scripts; each has a deployment of its own."
+    "One service for all scripts; each has a separate deployment."
     with start_emulator(folder=tmp_path_factory.mktemp("emulator")) as running:
         yield running
 
 
 @dataclass(frozen=True)
 class Outcome:
-    "What a script said, and what the service saw of it."
+    "What a script printed, and what the service saw of it."
 
-    said: str
+    output: str
     policy: str  # id of its trainer job
     reference: str | None
     paths: list[str]  # of the requests that were answered with 200
@@ -94,7 +94,7 @@ def run(emulator: RunningEmulator, script: str, deployment: str, *options: str) 
 
 
 def check_training(outcome: Outcome, steps: int, syncs: int) -> None:
-    "So many updates of the policy and none of the reference; so many snapshots, the first whole; the weights moved."
+    "The number of updates of the policy, none of the reference; the number of snapshots, the first whole; the weights moved."
     assert outcome.count("/optim_step", outcome.policy) == outcome.count("/optim_step") == steps
     assert outcome.reference is not None
     assert outcome.count("/forward", outcome.reference) >= steps
@@ -113,8 +113,10 @@ def check_training(outcome: Outcome, steps: int, syncs: int) -> None:
 
 def check_lines(outcome: Outcome, steps: int) -> list[tuple[str, str]]:
     "One line a step, of finite numbers; returns what else each says, and what was synced."
-    lines = LINE.findall(outcome.said)
-    assert [int(number) for number, *_ in lines] == list(range(1, steps + 1)), outcome.said[-2000:]
+    lines = LINE.findall(outcome.output)
+    assert [int(number) for number, *_ in lines] == list(range(1, steps + 1)), outcome.output[
+        -2000:
+    ]
     assert all(
         0 < float(reward) < 1 and math.isfinite(float(loss)) for _, reward, loss, _, _ in lines
     )
@@ -140,7 +142,7 @@ def test_step_by_step(emulator: RunningEmulator):
     check_synced(outcome, [synced for _, synced in rows])
     first, second = (float(more.split()[1]) for more, _ in rows)
     assert abs(first) < 1e-4 < abs(second)  # policy and reference start as the same model
-    assert "trainers cancelled, deployment scaled to zero" in outcome.said
+    assert "trainers cancelled, deployment scaled to zero" in outcome.output
 
 
 @pytest.mark.slow
@@ -171,10 +173,10 @@ def test_off_policy(emulator: RunningEmulator):
 def test_recipe(emulator: RunningEmulator, tmp_path: Path):
     settings = ["--steps", "3", "--max-seq-len", "96", "--log-path", str(tmp_path / "run")]
     outcome = run(emulator, "recipe.py", "recipe", *settings)
-    verdicts = re.findall(r"^step \d+ · reward (\S+) .*$", outcome.said, re.MULTILINE)
+    verdicts = re.findall(r"^step \d+ · reward (\S+) .*$", outcome.output, re.MULTILINE)
     assert len(verdicts) == 3
     assert all(math.isfinite(float(reward)) for reward in verdicts)
-    trained = outcome.said.count("live 1/1 groups")
+    trained = outcome.output.count("live 1/1 groups")
     assert trained >= 2
     check_training(outcome, steps=trained, syncs=trained)
     kept = b"".join(f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file())

@@ -1,6 +1,6 @@
 """Whatever comes in from outside, what comes out is a value or one of our errors with its parts.
 
-Each edge (settings, YAML, rows, run folders) gets hostile input, written down for the finds of the past and drawn at
+Each edge (settings, YAML, rows, run folders) gets hostile input, listed for the finds of the past and drawn at
 random for those to come; SLOW=1 draws ten times as many.
 """
 
@@ -43,7 +43,7 @@ def cases(default: int) -> settings:
     return settings(max_examples=default * MANY, deadline=None, suppress_health_check=quiet)
 
 
-def refused(do: Callable[[], Any]) -> RLNotebookError | None:
+def error_of(do: Callable[[], Any]) -> RLNotebookError | None:
     "What `do` was rejected with, or None; anything but an error of ours with its parts comes through."
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -84,7 +84,7 @@ TEXTS: list[Any] = [
     "None",
     "auto",
 ]
-ODD: list[Any] = [
+OTHERS: list[Any] = [
     None,
     [],
     {},
@@ -98,7 +98,7 @@ ODD: list[Any] = [
     len,
     ...,
 ]
-VALUES = [*NUMBERS, *TEXTS, *ODD]
+VALUES = [*NUMBERS, *TEXTS, *OTHERS]
 hostile = st.integers(0, len(VALUES) - 1).map(lambda i: VALUES[i])  # not all of them have a repr
 json_values = st.recursive(
     st.sampled_from([None, True, 0, -1, 2**63, 10**400, 0.5, 1e308, *TEXTS[:6]]),
@@ -154,10 +154,10 @@ def use(cfg: Config, folder: Path) -> None:
 
 
 @cases(120)
-@given(given_=some_settings)
-def test_settings(given_: dict[str, Any], tmp_path: Path) -> None:
+@given(options=some_settings)
+def test_settings(options: dict[str, Any], tmp_path: Path) -> None:
     with suppress(OverflowError):  # Python's own, of a number of 400 digits
-        refused(lambda: use(Config.from_dict(given_), tmp_path))
+        error_of(lambda: use(Config.from_dict(options), tmp_path))
 
 
 # --- YAML -------------------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ yaml_text = (
 def test_yaml(text: str | bytes, tmp_path: Path) -> None:
     path = tmp_path / "given.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
-    refused(lambda: use(Config.from_yaml(path), tmp_path))
+    error_of(lambda: use(Config.from_yaml(path), tmp_path))
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ LINES = [
 TOKENIZER = load_model("tiny")[1]
 
 
-odd_sources = st.integers(0, len(NUMBERS) + len(ODD) - 1).map(lambda i: [*NUMBERS, *ODD][i])
+odd_sources = st.integers(0, len(NUMBERS) + len(OTHERS) - 1).map(lambda i: [*NUMBERS, *OTHERS][i])
 
 
 def rows_and_prompts(source: Any) -> None:
@@ -235,7 +235,7 @@ def rows_and_prompts(source: Any) -> None:
     | odd_sources
 )
 def test_rows(source: Any) -> None:
-    refused(lambda: rows_and_prompts(source))
+    error_of(lambda: rows_and_prompts(source))
 
 
 @cases(40)
@@ -243,7 +243,7 @@ def test_rows(source: Any) -> None:
 def test_lines(data: bytes, tmp_path: Path) -> None:
     for name in ("rows.jsonl", "rows.parquet"):
         (tmp_path / name).write_bytes(data)
-        refused(lambda name=name: rows_and_prompts(str(tmp_path / name)))
+        error_of(lambda name=name: rows_and_prompts(str(tmp_path / name)))
 
 
 # --- run folders ------------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def try_run(
     data = change(path.read_bytes())
     path.unlink()
     path.write_bytes(data)
-    return refused(lambda: look(work))
+    return error_of(lambda: look(work))
 
 
 def changed_json(pick: int, new: Any) -> Callable[[bytes], bytes]:
@@ -344,9 +344,9 @@ def changed_json(pick: int, new: Any) -> Callable[[bytes], bytes]:
     def change(data: bytes) -> bytes:
         value = json.loads(data)
         value.pop("sha256", None)  # a foreign run may be signed by who wrote it
-        ways = [p for p in places(value) if not p or p[0] not in ("files", "config")]
-        way = ways[pick % len(ways)]
-        return json.dumps(replaced(value, way, None if new is ... and not way else new)).encode(
+        candidates = [p for p in places(value) if not p or p[0] not in ("files", "config")]
+        place = candidates[pick % len(candidates)]
+        return json.dumps(replaced(value, place, None if new is ... and not place else new)).encode(
             "utf-8", "surrogatepass"
         )
 

@@ -35,7 +35,7 @@ ROWS = 23  # the last step is short
 
 
 class Walk:
-    "A loop that somebody treats badly."
+    "A loop that gets random calls."
 
     def __init__(self, policy, folder):
         self.settings = POLICIES[policy] | {"completions_per_prompt": 4, "keep_undo": 2}
@@ -50,7 +50,7 @@ class Walk:
         return begin(self.rollout, rows=ROWS, kind=self.kind, **self.settings)
 
     async def rollout(self, sample_prompt, row_index, rollout_index):
-        "Two tokens, after a while; a third of the rows teaches nothing, and sometimes one raises."
+        "Two tokens, after a while; a third of the rows has no signal, and sometimes one raises."
         rng = np.random.default_rng([row_index, rollout_index])
         await asyncio.sleep(float(rng.exponential(0.002)))
         if self.fails and not row_index % 5:
@@ -75,7 +75,7 @@ class Walk:
         return Counter(g.number for r in (*self.before, *self.loop.records) for g in r.groups)
 
     async def act(self):
-        "Something that somebody does to a loop."
+        "A random call."
         loop = self.loop
         rng = self.rng
         match rng.choice(["run", "stop", "phases", "undo", "fail", "cancel", "checkpoint"]):

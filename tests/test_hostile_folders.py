@@ -143,19 +143,22 @@ def saved(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     return spoil
 
 
-def shared(found: dict[str, Any]) -> dict[str, Any]:
+def shared(saved_value: dict[str, Any]) -> dict[str, Any]:
     "Ten lists in ten lists, nine times: a few bytes, a thousand million numbers."
     values: list[Any] = [0.0] * 10
     for _ in range(9):
         values = [values] * 10
-    return {**found, "samples": [{**sample, "tokens": values} for sample in found["samples"]]}
+    return {
+        **saved_value,
+        "samples": [{**sample, "tokens": values} for sample in saved_value["samples"]],
+    }
 
 
-def expanded(found: dict[str, Any]) -> dict[str, Any]:
+def expanded(saved_value: dict[str, Any]) -> dict[str, Any]:
     "A tensor of one number that says it has 10^11."
     return {
-        **found,
-        "samples": [{**s, "tokens": torch.zeros(1).expand(10**11)} for s in found["samples"]],
+        **saved_value,
+        "samples": [{**s, "tokens": torch.zeros(1).expand(10**11)} for s in saved_value["samples"]],
     }
 
 
@@ -191,7 +194,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], None]]] = {
     "dump, expanded": (dumps, saved(expanded)),
     "dump, infinite": (
         dumps,
-        saved(lambda found: {**found, "samples": [{"tokens": float("inf")}]}),
+        saved(lambda saved_value: {**saved_value, "samples": [{"tokens": float("inf")}]}),
     ),
     **{f"lines, {f.__name__}": (lines, f) for f in (pipe, huge, half_a_line, infinite, deep)},
 }
@@ -317,7 +320,7 @@ def test_odd_names_and_foreign_bytes_in_a_folder_of_ours(
     else:
         (path / "steps" / name).mkdir()
     expected = [1, 3] if (record / name).exists() else [1, 2, 3]
-    assert [found.step for found in Run.open(path)] == expected
+    assert [loaded.step for loaded in Run.open(path)] == expected
     assert main(["show", str(path)]) == 0
 
 

@@ -71,8 +71,8 @@ def test_a_folder_that_was_saved_to_disk_is_read_by_its_splits(hub, tmp_path):
     }
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
     parts["test"].save_to_disk(tmp_path / "alone")
-    given = Config(dataset=str(tmp_path / "saved"), dataset_split="test", rewards=["format"])
-    assert [row.prompt for row in load_problem(given).rows] == ["test?"]
+    cfg = Config(dataset=str(tmp_path / "saved"), dataset_split="test", rewards=["format"])
+    assert [row.prompt for row in load_problem(cfg).rows] == ["test?"]
     assert [load_rows(tmp_path / name)[0].prompt for name in ("saved", "alone")] == [
         "train?",
         "test?",
@@ -83,7 +83,7 @@ def test_a_folder_that_was_saved_to_disk_is_read_by_its_splits(hub, tmp_path):
 
 
 def test_a_config_names_it_and_a_run_learns_from_it(hub, tmp_path):
-    said = {
+    settings = {
         "dataset_name": hub,
         "dataset_config": "main",
         "dataset_train_split": "train",
@@ -91,7 +91,7 @@ def test_a_config_names_it_and_a_run_learns_from_it(hub, tmp_path):
     }
     with pytest.warns(UserWarning, match="dataset_name -> dataset"):
         cfg = Config(
-            **said, eval_rows=4, max_rows=8, max_completion_tokens=8, max_seq_len=128, steps=1
+            **settings, eval_rows=4, max_rows=8, max_completion_tokens=8, max_seq_len=128, steps=1
         )
     problem = load_problem(cfg)
     assert (len(problem.rows), len(problem.eval_rows), problem.reward) == (8, 4, ["gsm8k"])

@@ -90,11 +90,11 @@ async def there_and_back(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cuts_penalties_turns_and_greedy_samples_are_the_models_own(family: str):
-    asyncio.run(draws(family))
+def test_cuts_penalties_turns_and_greedy_samples_agree_with_the_model(family: str):
+    asyncio.run(check_samples(family))
 
 
-async def draws(family: str) -> None:
+async def check_samples(family: str) -> None:
     "A second turn continues from what was kept of the first; greedy text is that of `generate`."
     loop = loop_for(family)
     plain = model_of(f"{family}Config", HYBRID[family])

@@ -43,7 +43,7 @@ ANSWER = AnswerTokens((), (7, 9))
 def talk(
     *stretches: tuple[int, int], scores=None, reward: float | None = 1.0, **fields
 ) -> RolloutSample:
-    "A sample of (tokens that are given, tokens that the policy says), one pair a turn."
+    "A sample of (tokens that are given, tokens that the policy samples), one pair a turn."
     mask = np.concatenate([np.repeat([0, 1], pair) for pair in stretches])
     info = {} if scores is None else {"answer_scores": list(scores)}
     return RolloutSample(
@@ -102,9 +102,11 @@ def test_the_last_turn_can_go_without_gain_but_only_the_last_of_a_run():
     run = [talk((2, 1), (1, 1), scores=(-4, -3, -1)), talk((2, 1), (1, 1), scores=(-4, -2, -1))]
     groups = [PromptGroup(run, runs=(0, 0)), PromptGroup(run)]
     skipping = IGPOConfig(gamma=0.0, skip_ig_last_turn=True)
-    joined, apart = (np.concatenate(g.turn_advantages) for g in igpo_advantages(groups, skipping))
+    joined, separate = (
+        np.concatenate(g.turn_advantages) for g in igpo_advantages(groups, skipping)
+    )
     np.testing.assert_allclose(joined, z_normalize([1, 2, 2, 0]) + z_normalize([0, 0, 0, 1]))
-    np.testing.assert_allclose(apart, z_normalize([1, 0, 2, 0]) + z_normalize([0, 1, 0, 1]))
+    np.testing.assert_allclose(separate, z_normalize([1, 0, 2, 0]) + z_normalize([0, 1, 0, 1]))
 
 
 # --- losses ---------------------------------------------------------------------------------------------------------

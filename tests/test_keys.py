@@ -81,7 +81,7 @@ def environment(**more: str) -> Mapping[str, str]:
     return {**os.environ, **dict.fromkeys(VARIABLES, KEY), "PYTHONPATH": path, **more}
 
 
-# --- the search finds what is there -----------------------------------------------------------------------------------
+# --- the search finds every key ------------------------------------------------------------------------------------------
 
 
 def test_a_planted_key_is_found_where_it_is_packed_or_part_of_something(tmp_path: Path) -> None:
@@ -121,10 +121,10 @@ def test_what_looks_like_a_key_is_not_shown(look: str, capsys: pytest.CaptureFix
     from rl_notebook.runs.records import html_table
 
     secret = "hunter2hunter2" if "hunter2" in look else look.removeprefix("Bearer ")
-    with pytest.raises(ConfigError, match="run_name: got a value that looks like a key") as refused:
+    with pytest.raises(ConfigError, match="run_name: got a value that looks like a key") as caught:
         Config(run_name=look)
     shown = [
-        str(refused.value),
+        str(caught.value),
         str(BackendError("x", got=look)),
         server_message(json.dumps({"error": f"no {look} here"})),
     ]
@@ -171,7 +171,7 @@ ERRORS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ERRORS)
 def test_a_run_with_everything_logged_does_not_say_the_key(backend: str, tmp_path: Path) -> None:
-    with (tmp_path / "said.txt").open("w") as said:
+    with (tmp_path / "said.txt").open("w") as log:
         command = [
             sys.executable,
             "-X",
@@ -185,7 +185,7 @@ def test_a_run_with_everything_logged_does_not_say_the_key(backend: str, tmp_pat
         ended = subprocess.run(
             command,
             env=environment(),
-            stdout=said,
+            stdout=log,
             stderr=subprocess.STDOUT,
             timeout=240,
             check=False,

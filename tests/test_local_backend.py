@@ -237,8 +237,10 @@ def test_clipping_and_the_size_of_an_update():
 def test_adamw_is_torchs_with_this_steps_parameters():
     backend = backend_of(reference=False)
     datums = random_datums(4, 3)
-    twin = {n: p.detach().clone().requires_grad_() for n, p in backend.policy.state.params.items()}
-    groups = [[p for p in twin.values() if (p.ndim > 1) is matrix] for matrix in (True, False)]
+    copies = {
+        n: p.detach().clone().requires_grad_() for n, p in backend.policy.state.params.items()
+    }
+    groups = [[p for p in copies.values() if (p.ndim > 1) is matrix] for matrix in (True, False)]
     plain = torch.optim.AdamW([{"params": group} for group in groups], foreach=False)
     steps = [AdamParams(1e-2), AdamParams(3e-3, 0.8, 0.95, 1e-6, 0.1)]
     steps += [
@@ -248,7 +250,7 @@ def test_adamw_is_torchs_with_this_steps_parameters():
     for adam in steps:
         run(backend.policy.forward_backward_custom(datums, mixing_loss))
         for name, g in gradients(backend).items():
-            twin[name].grad = g
+            copies[name].grad = g
         betas = (adam.beta1, adam.beta2)
         for group, decays in zip(
             plain.param_groups, (True, adam.weight_decay_on == "all"), strict=True
@@ -258,7 +260,7 @@ def test_adamw_is_torchs_with_this_steps_parameters():
         plain.step()
         run(backend.policy.optim_step(adam))
     for name, p in backend.policy.state.params.items():
-        assert torch.allclose(p, twin[name], atol=1e-6), name
+        assert torch.allclose(p, copies[name], atol=1e-6), name
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
     with pytest.raises(
         BackendError, match="weight_decay_on: got 'norms'; expected 'all' or 'matrices'"
@@ -632,9 +634,9 @@ SPOILED = {  # how a tensor of a saved state is spoiled, and what the message sa
 }
 
 
-@pytest.mark.parametrize("how", SPOILED)
-def test_a_saved_tensor_of_the_wrong_shape_is_rejected_before_it_is_used(how, tmp_path):
-    name, spoil, message = SPOILED[how]
+@pytest.mark.parametrize("options", SPOILED)
+def test_a_saved_tensor_of_the_wrong_shape_is_rejected_before_it_is_used(options, tmp_path):
+    name, spoil, message = SPOILED[options]
     backend = backend_of(reference=False)
     datums = random_datums(1, 4)
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
@@ -692,14 +694,14 @@ def test_threads_that_would_be_ignored_are_rejected(asked):
 
 
 @pytest.mark.parametrize(
-    ("family", "how", "draws"),
+    ("family", "options", "sampling"),
     [
         ("qwen3", {}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}),
         ("tied", {"lora_rank": 2}, {}),
         ("gpt2", {"inline": True}, {}),
     ],
 )
-def test_ids_that_the_tokenizer_does_not_know_have_no_share(how, draws, family):
+def test_ids_that_the_tokenizer_does_not_know_have_no_share(options, sampling, family):
     "Never sampled, and the logprobs of sampler, echo, policy and reference are of the law without them."
     tokenizer = byte_tokenizer()
     model = tiny_model(
@@ -711,8 +713,10 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_share(how, draws, family):
         UserWarning,
         match=r"142 ids of the model have no token in the tokenizer \(258, 259, 260, ...\)",
     ):
-        backend = open_local(model, tokenizer, temperature=draws.get("temperature", 1.0), **how)
-    params = SampleParams(n=8, max_tokens=20, seed=3, **draws)
+        backend = open_local(
+            model, tokenizer, temperature=sampling.get("temperature", 1.0), **options
+        )
+    params = SampleParams(n=8, max_tokens=20, seed=3, **sampling)
     completions = asyncio.run(backend.sampler.sample([65, 66, 67], params))
     datums = []
     for c in completions:
@@ -735,7 +739,7 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_share(how, draws, family):
         asyncio.run(backend.policy.forward(datums)),
         asyncio.run(backend.reference.forward(datums)),
     )
-    hot = draws.get("temperature", 1.0)
+    hot = sampling.get("temperature", 1.0)
     for datum, policy, reference in zip(datums, *forward, strict=True):
         with torch.no_grad():
             law = (

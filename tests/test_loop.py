@@ -44,7 +44,7 @@ def make_loop(
     keep_undo=1,
     **settings,
 ):
-    "A loop over the toy task with a backend of its own."
+    "A loop over the toy task with a separate backend."
     cfg = Config(**SMALL_RUN | settings)
     model, tokenizer = load_model("tiny")
     backend = open_local(
@@ -350,12 +350,12 @@ def test_score_is_awaited_where_it_waits_and_says_so():
         )
         with pytest.raises(PhaseError, match=r"got no score yet. Run await loop.score\(\)"):
             loop.advantages()
-        judged = await shown
-        assert loop.state.values["score"] is judged
+        scored_groups = await shown
+        assert loop.state.values["score"] is scored_groups
         # what need not wait may be awaited, too
         assert await loop.score(LENGTH) is loop.state.values["score"]
         assert [g.rewards.tolist() for g in loop.score(LENGTH)] == [
-            g.rewards.tolist() for g in judged
+            g.rewards.tolist() for g in scored_groups
         ]
         assert loop.advantages()
 
@@ -373,8 +373,8 @@ def test_a_judge_may_ask_the_policy_of_its_own_loop(client):
                 )
 
                 def asks(text):
-                    said = [{"role": "user", "content": "1+1"}]
-                    return judge.chat.completions.create(model="policy", messages=said)
+                    messages = [{"role": "user", "content": "1+1"}]
+                    return judge.chat.completions.create(model="policy", messages=messages)
 
                 def plain(text):
                     return float(asks(text).usage.completion_tokens)

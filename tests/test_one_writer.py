@@ -112,7 +112,7 @@ def test_a_run_whose_folder_is_deleted_ends_with_an_error(tmp_path, at):
 
     with pytest.raises(RecordError, match="the run folder is gone"):
         trained(tmp_path, on_record=[delete], settings={"dcp_save_interval": 1})
-    assert not (tmp_path / "run").exists(), "half a run was begun anew"
+    assert not (tmp_path / "run").exists(), "half a run was begun again"
 
 
 # --- columns of any type ------------------------------------------------------------------------------------------
@@ -163,10 +163,10 @@ def test_one_bad_step_does_not_skip_promotion(tmp_path):
     async def main(running: Any) -> str:
         cfg = config("fireworks", 3, None, output_model_id="kept")
         async with await open_service(running, cfg) as backend:
-            given = replace(problem(), reward=[reward])
+            failing = replace(problem(), reward=[reward])
             with pytest.raises(RewardError, match="one bad step"):
                 await train(
-                    cfg, problem=given, backend=backend, on_record=[finished.append], **QUIET
+                    cfg, problem=failing, backend=backend, on_record=[finished.append], **QUIET
                 )
         return " ".join(e.path for e in running.emulator.log if e.path.endswith(":promote"))
 
@@ -257,7 +257,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_before_it_is_waited_for(sent):
         RunFolder.resume(sent, CFG)
 
 
-# --- looking at a run reads what it shows, and asks nobody ------------------------------------------------------------
+# --- looking at a run reads what it shows, and asks no service ---------------------------------------------------------
 
 
 def test_show_reads_the_steps_that_it_is_about(tmp_path, capsys):

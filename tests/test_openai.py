@@ -83,7 +83,7 @@ def ids(completions):
     return [c.tokens.tolist() for c in completions]
 
 
-async def drawn_locally(local, params, prompt=PROMPT):
+async def sample_locally(local, params, prompt=PROMPT):
     "What the server must answer: it samples completion i with the seed of request i."
     alone = [replace(params, n=1, seed=request_seed(params.seed, i)) for i in range(params.n)]
     return [(await local.sampler.sample(prompt, p))[0] for p in alone]
@@ -99,7 +99,7 @@ def test_completions_are_those_of_the_model(site, local, dialect):
     async def test():
         async with sampler_at(site[1], dialect=dialect) as sampler:
             got = await sampler.sample(PROMPT, params)
-            want = await drawn_locally(local, params)
+            want = await sample_locally(local, params)
             assert ids(got) == ids(want)
             assert [c.text for c in got] == [c.text for c in want]
             assert [c.finish_reason for c in got] == [c.finish_reason for c in want]
@@ -121,7 +121,7 @@ def test_stop_strings(site, local):  # stop ids: test_servers_of_other_makes
     async def test():
         async with sampler_at(site[1]) as sampler:
             got = await sampler.sample(PROMPT, params)
-            want = await drawn_locally(local, params)
+            want = await sample_locally(local, params)
             assert [(c.tokens.tolist(), c.text, c.finish_reason) for c in got] == [
                 (c.tokens.tolist(), c.text, c.finish_reason) for c in want
             ]
@@ -158,7 +158,7 @@ def test_raw_and_sampling_logprobs_are_kept_apart(site, processed_site, local, k
                     await sampler.sample(PROMPT, params)
                 return
             got = await sampler.sample(PROMPT, params)
-            want = await drawn_locally(local, params)
+            want = await sample_locally(local, params)
             assert ids(got) == ids(want)
             for g, w in zip(got, want, strict=True):
                 assert np.abs(g.logprobs - w.logprobs).max() < 1e-5
@@ -399,7 +399,7 @@ def test_weights_reach_the_server(tmp_path, options):
 
 
 def test_every_completion_has_the_logprobs_of_its_version(tmp_path):
-    "Samples and syncs at the same time: what is stamped 2 was sampled, wholly, by weights 2."
+    "Samples and syncs at the same time: what has version 2 was sampled, wholly, by weights 2."
     server = emulated(model(), byte_tokenizer(), tmp_path)
 
     async def test(url):
@@ -551,7 +551,7 @@ class Kin:
     def __init__(self, local, kind):
         self.local = local
         self.kind = kind
-        self.owner, self.says_at, self.says, self.length, self.refuses = KIN[kind]
+        self.owner, self.says_at, self.says, self.length, self.rejects = KIN[kind]
         routes = [
             Route("/v1/models", self.models),
             Route("/v1/completions", self.complete, methods=["POST"]),
@@ -567,8 +567,8 @@ class Kin:
 
     async def complete(self, request):
         body = await request.json()
-        if any(body.get(name) == value for name, value in self.refuses.items()):
-            return JSONResponse({"error": {"message": f"refused: {self.refuses}"}}, 400)
+        if any(body.get(name) == value for name, value in self.rejects.items()):
+            return JSONResponse({"error": {"message": f"rejected: {self.rejects}"}}, 400)
         sampler = self.local.sampler
         prompt = body["prompt"]
         knows = ("max_tokens", "temperature", "top_p", "seed") + ("stop_token_ids",) * (
@@ -577,10 +577,10 @@ class Kin:
         settings = {
             k: tuple(body[k]) if k == "stop_token_ids" else body[k] for k in knows if k in body
         }
-        (drawn,) = await sampler.sample(prompt, SampleParams(**settings))
-        ids = drawn.tokens.tolist()
-        values = drawn.logprobs.tolist()
-        choice = {"index": 0, "text": drawn.text, "finish_reason": drawn.finish_reason}
+        (completion,) = await sampler.sample(prompt, SampleParams(**settings))
+        ids = completion.tokens.tolist()
+        values = completion.logprobs.tolist()
+        choice = {"index": 0, "text": completion.text, "finish_reason": completion.finish_reason}
         if self.owner == "llamacpp":
             rows = zip(ids, values, strict=True)
             choice["logprobs"] = {
@@ -596,7 +596,7 @@ class Kin:
             values = [None, *(await sampler.logprobs(prompt)).values.tolist(), *values]
         choice["logprobs"] = {"tokens": ["?"] * len(ids), "token_logprobs": values}
         if self.kind != "vLLM 0.8.5":
-            choice |= {"token_ids": drawn.tokens.tolist()}
+            choice |= {"token_ids": completion.tokens.tolist()}
         elif body.get("return_tokens_as_token_ids"):
             choice["logprobs"]["tokens"] = [f"token_id:{i}" for i in ids]
         return JSONResponse({"choices": [choice]})
@@ -619,7 +619,7 @@ def test_servers_of_other_makes(local, kind):
                 (),
             )
             got = await sampler.sample(PROMPT, params)
-            want = await drawn_locally(local, params)
+            want = await sample_locally(local, params)
             assert {c.finish_reason for c in want} == {"stop", "length"}
             for g, w in zip(got, want, strict=True):
                 assert (g.tokens.tolist(), g.text, g.finish_reason) == (
@@ -772,7 +772,7 @@ def test_vllm(tmp_path):
 # --- restarts in line, pauses, silence --------------------------------------------------------------------------
 
 
-def test_a_request_that_stood_in_line_while_the_server_restarted_is_not_drawn_from_its_first_weights(
+def test_a_request_that_waited_while_the_server_restarted_is_not_sampled_from_its_first_weights(
     tmp_path,
 ):
     servers = [emulated(model(), byte_tokenizer(), tmp_path / name) for name in ("first", "second")]
@@ -785,7 +785,7 @@ def test_a_request_that_stood_in_line_while_the_server_restarted_is_not_drawn_fr
             wire = backend.sampler.wire
             apps[0].moods = ["slow:0.3", "half"]
             wire.retries = replace(QUICK, attempt_s=30)
-            drawing = asyncio.create_task(
+            task = asyncio.create_task(
                 backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=6, seed=5))
             )
             async with asyncio.timeout(60):
@@ -795,7 +795,7 @@ def test_a_request_that_stood_in_line_while_the_server_restarted_is_not_drawn_fr
             wire.root = urls[1]
             wire.lost = True
             with pytest.warns(UserWarning, match="lost its weights"):
-                got = await drawing
+                got = await task
             assert ids(got) == ids(want)
             assert {c.policy_version for c in got} == {1}
 
@@ -807,8 +807,8 @@ def test_a_server_that_was_left_paused_is_resumed_if_it_is_ours_and_named_otherw
     server = emulated(model(), byte_tokenizer(), tmp_path)
 
     async def test(url):
-        async with httpx.AsyncClient() as somebody:
-            await somebody.post(f"{url}/pause", params={"mode": "keep"})
+        async with httpx.AsyncClient() as client:
+            await client.post(f"{url}/pause", params={"mode": "keep"})
             with pytest.raises(BackendError, match=r"got a paused one.*POST /resume"):
                 async with opened(url, tmp_path, sync="none"):
                     pass

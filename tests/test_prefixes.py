@@ -138,7 +138,7 @@ def batches_of_datums(draw):
 
 
 def weighted(prompt_logprobs: bool):
-    "A loss that weighs every scored logprob by its place, so that no two gradients cancel by accident."
+    "A loss that multiplies every scored logprob by its place, so that no two gradients cancel by accident."
 
     def loss(datums, logprobs):
         total = torch.zeros(())

@@ -106,18 +106,18 @@ def test_a_keyword_says_what_it_is_whatever_its_parameters_are_called():
         seen.append(dependencies.completions_per_prompt)
 
         async def run(row):
-            return await drawn(dependencies, row)
+            return await sampled(dependencies, row)
 
         return run
 
-    async def drawn(dependencies, row):
+    async def sampled(dependencies, row):
         params = SampleParams(**dependencies.sample_kwargs, seed=row["seed"])
         [completion] = await dependencies.sampler.sample(row["prompt_token_ids"], params)
         return sample_from_completion(completion, uneven(completion.text))
 
     def make_rollout_fn(setup):
         async def by_name(setup_of_a_row):
-            return await drawn(setup, setup_of_a_row)
+            return await sampled(setup, setup_of_a_row)
 
         return by_name
 
@@ -279,7 +279,7 @@ def options(folder: Any, steps: int, rate: float) -> list[str]:
 
 def test_a_rate_that_destroys_the_weights_ends_the_run_and_leaves_the_checkpoint(tmp_path, capfd):
     folder = tmp_path / "run"
-    twin = tmp_path / "twin"
+    uninterrupted = tmp_path / "uninterrupted"
     assert command(["train", *options(folder, 2, 1e-3)]) == 0
     assert command(["train", "--resume", *options(folder, 4, 9e37)]) == 2
     output = capfd.readouterr()
@@ -297,8 +297,8 @@ def test_a_rate_that_destroys_the_weights_ends_the_run_and_leaves_the_checkpoint
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines.replace('"step": 1', '"step": 7', 1))
     assert command(["train", "--resume", *options(folder, 4, 1e-3)]) == 0
-    assert command(["train", *options(twin, 4, 1e-3)]) == 0
-    here, there = (read_folder(d / "checkpoints/00004/trainer")[0] for d in (folder, twin))
+    assert command(["train", *options(uninterrupted, 4, 1e-3)]) == 0
+    here, there = (read_folder(d / "checkpoints/00004/trainer")[0] for d in (folder, uninterrupted))
     assert all(torch.equal(here[name], there[name]) for name in here if not name.startswith("rng"))
 
 
@@ -503,7 +503,7 @@ def test_a_resumed_run_notices_other_rows_and_goes_on_with_the_same_from_elsewhe
     assert len(set(seen)) == 4
 
 
-def test_the_row_that_shortens_every_completion_is_named_and_plain_prompts_are_said(tmp_path):
+def test_the_row_that_shortens_every_completion_is_named_and_plain_prompts_are_reported(tmp_path):
     rows = [
         *({"id": f"r{i}", "prompt": f"{i}+1=", "answer": "1"} for i in range(3)),
         {"id": "long", "prompt": "x" * 480},

@@ -173,13 +173,13 @@ def losses(draw):
     arrays = [
         np.array(draw(st.lists(floats, min_size=n, max_size=n)), dtype=np.float64) for n in lengths
     ]
-    stamp = (
+    provenance = (
         draw(st.sampled_from(["target", "token"])),
         draw(text),
         draw(st.none() | st.integers(0, 9)),
     )
-    stamp = (*stamp, draw(floats), draw(st.booleans()), draw(text))
-    logprobs = tuple(Logprobs(a, *stamp, draw(st.sampled_from([None, -a]))) for a in arrays)
+    provenance = (*provenance, draw(floats), draw(st.booleans()), draw(text))
+    logprobs = tuple(Logprobs(a, *provenance, draw(st.sampled_from([None, -a]))) for a in arrays)
     return LossOutput(
         draw(floats), draw(st.dictionaries(text, floats, max_size=2)), logprobs, tuple(arrays)
     )
@@ -259,7 +259,7 @@ def test_a_metric_may_not_hide_the_step(run: RunFolder):
 
 
 def rewrite(path: Path, **changes) -> None:
-    "Change fields of a JSON file, as one that was written before such files had a checksum of their own."
+    "Change fields of a JSON file, as one that was written before such files had a checksum."
     plain = json.loads(path.read_text()) | changes
     plain.pop("sha256", None)
     path.write_text(json.dumps(plain))
@@ -400,7 +400,7 @@ def test_a_flipped_bit_is_rejected_named_or_harmless(tmp_path: Path):
                     named = any(name.rpartition("/")[2] in str(w.message) for w in caught)
                     outcomes["named" if named else "harmless" if same_as_before else "TAKEN"] += 1
                 except RecordError:
-                    outcomes["refused"] += 1
+                    outcomes["rejected"] += 1
             assert "TAKEN" not in outcomes, (
                 name,
                 place,
@@ -410,7 +410,7 @@ def test_a_flipped_bit_is_rejected_named_or_harmless(tmp_path: Path):
         print(f"{name:45} {dict(outcomes)}")
         counts += outcomes
     print(f"{counts.total()} flips: {dict(counts)}")
-    assert counts["refused"] + counts["named"] > 0.8 * counts.total()
+    assert counts["rejected"] + counts["named"] > 0.8 * counts.total()
 
 
 def test_a_folder_holds_one_run(run: RunFolder):

@@ -1,4 +1,4 @@
-"""A report says what the records say, draws it without a network, and runs nothing that a model wrote."""
+"""A report shows what the records say, without a network, and runs nothing that a model wrote."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def test_a_run_and_its_records_give_the_same_material(run: RunFolder):
     assert [step for step, _ in disk.recent] == [3, 4, 5, 6, 7]
     assert disk.recent == memory.recent
     held_out = {"reward", "functions"}  # was logged next to the records
-    drawn = [run_payloads(History(m.metrics), {"kl_beta": 0.001}) for m in (disk, memory)]
-    assert drawn[0].keys() == drawn[1].keys()
-    for name in drawn[0].keys() - held_out:
-        assert drawn[0][name] == drawn[1][name]
-    assert drawn[0]["reward"]["groups"] == drawn[1]["reward"]["groups"]
+    payloads = [run_payloads(History(m.metrics), {"kl_beta": 0.001}) for m in (disk, memory)]
+    assert payloads[0].keys() == payloads[1].keys()
+    for name in payloads[0].keys() - held_out:
+        assert payloads[0][name] == payloads[1][name]
+    assert payloads[0]["reward"]["groups"] == payloads[1]["reward"]["groups"]
 
 
 def fallen(step: int) -> StepRecord:
@@ -150,7 +150,7 @@ def test_a_check_that_fails_leads_to_its_token(run: RunFolder):
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_draws_what_the_payloads_say(run: RunFolder):
+def test_the_page_shows_what_the_payloads_say(run: RunFolder):
     page = Page(report_html(run))
     m = material(run)
     titles = [c.title for c in [*charts_over_steps(m), *charts_of_last_step(m)]]
@@ -327,13 +327,13 @@ def test_a_page_that_is_no_longer_followed_stands_still(tmp_path: Path):
 def rewarded(path: Path, add: float, seed: int, rows: int = 4) -> RunFolder:
     "A run of three steps of n rows, each of which earns its share of `add` more."
     run = RunFolder.create(path, {"learning_rate": add, "seed": 1})
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     for step in (1, 2, 3):
         record = synthetic_record(step, groups=rows, completions=2)
         groups = []
         for i, group in enumerate(record.groups):
             samples = tuple(
-                replace(s, reward=add + i + draw.normal(0, 0.01), rewards={}) for s in group.samples
+                replace(s, reward=add + i + rng.normal(0, 0.01), rewards={}) for s in group.samples
             )
             number = rows * step + i
             groups.append(

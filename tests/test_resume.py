@@ -1,6 +1,6 @@
 """Whatever ends a run, continuing gives the numbers of a run that was never ended.
 
-Runs are processes of their own: forked from a server that has imported everything, so that one costs milliseconds and
+Each run is a process: forked from a server that has imported everything, so that one costs milliseconds and
 can be killed at any moment.
 """
 
@@ -50,7 +50,7 @@ def uneven(text: str, answer: str) -> float:
     return toy_reward(text, answer) + sum(map(ord, text)) % 7 / 10
 
 
-# --- a run in a process of its own ----------------------------------------------------------------------------------
+# --- a run in a separate process ------------------------------------------------------------------------------------
 
 
 def body(settings: dict[str, Any], resume: bool) -> None:
@@ -87,7 +87,7 @@ def run(
 
 
 def command(args: list[str], out: Path) -> Any:
-    "The command in a process of its own."
+    "The command in a separate process."
     process = SERVER.Process(target=cli_body, args=(args, str(out)))
     process.start()
     return process
@@ -194,7 +194,7 @@ def test_kill_9_again_and_again(whole, tmp_path):
 # --- with other settings ---------------------------------------------------------------------------------------------
 
 
-def test_steps_before_a_resume_with_other_settings_are_replayed_with_their_own(tmp_path):
+def test_steps_before_a_resume_with_other_settings_are_replayed_with_the_earlier_ones(tmp_path):
     settings = SETTINGS | {"log_path": str(tmp_path / "run"), "eval_interval": 0, "eval_rows": 0}
     run(settings | {"steps": 3})
     run(settings | {"steps": 5, "learning_rate": 1e-4, "grad_clip_norm": 0.01}, resume=True)

@@ -91,9 +91,9 @@ def test_a_group_that_names_no_parts_is_rejected():
     parts = tuple(replace(s, rewards={"a": s.reward, "b": 0.0}) for s in group.samples)
     [made] = with_advantages([replace(group, samples=parts)], scale="parts")
     assert made.advantages == pytest.approx([0.7071068, -0.7071068])
-    weighed = [replace(s, reward=3 * s.reward) for s in parts]
+    tripled = [replace(s, reward=3 * s.reward) for s in parts]
     [made] = with_advantages(
-        [replace(group, samples=tuple(weighed))], scale="parts", weights={"a": 3.0}
+        [replace(group, samples=tuple(tripled))], scale="parts", weights={"a": 3.0}
     )
     assert made.advantages == pytest.approx([2.1213203, -2.1213203])
 

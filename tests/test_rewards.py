@@ -168,8 +168,8 @@ SIZES += [
 
 @pytest.mark.parametrize("made", [int, str, float, np.int64])
 def test_countdown_reads_numbers_however_a_row_holds_them(made):
-    def grade(said):
-        return countdown_reward(f"<answer>{said}</answer>", made(3), [made(1), made(2)])
+    def grade(number):
+        return countdown_reward(f"<answer>{number}</answer>", made(3), [made(1), made(2)])
 
     assert [grade("1+2"), grade("3"), grade("1+1+1")] == [1.0, 0.0, 0.0]
     for columns in (
@@ -476,18 +476,18 @@ def test_calls_wait_together_within_the_limit_and_plain_ones_in_threads():
         return 1.0
 
     async def held_open():
-        grading = asyncio.ensure_future(score(["a"] * 6, CHAT, blocks, limits=Limits(most=3)))
+        scoring = asyncio.ensure_future(score(["a"] * 6, CHAT, blocks, limits=Limits(most=3)))
         while len(threads) < 3:
             await asyncio.sleep(0.001)  # the event loop is free meanwhile
         free.release(6)
-        return await grading
+        return await scoring
 
     assert asyncio.run(held_open()).totals.tolist() == [1] * 6
     assert (most, clear(threads)) == (3, True)
 
 
 def alarmed(text):
-    "With a time limit of its own, which only the main thread may set."
+    "With an alarm, which only the main thread may set."
     before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, before)
     return 0.25
@@ -509,7 +509,7 @@ def test_a_function_for_the_main_thread_needs_a_setting_and_has_no_second_limit(
 
 
 def plain_judge(text):
-    "Starts an event loop of its own."
+    "Starts a separate event loop."
     return asyncio.run(asyncio.sleep(0, 0.5))
 
 

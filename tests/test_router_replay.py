@@ -101,7 +101,7 @@ def in_bfloat16(router, args, output):
 
 
 def only_choice(router, args, output):
-    "The same choices, but the weights of whoever is chosen are exact."
+    "The same choices, but the weights of the chosen experts are exact."
     logits = output[0]
     chosen = in_bfloat16(router, args, output)[2]
     weights = logits.softmax(-1).gather(-1, chosen)
@@ -117,17 +117,15 @@ def perturb(backend: Backend, hook=in_bfloat16) -> None:
         router.register_forward_hook(hook)
 
 
-async def draw(backend: Backend, prompts: int = 4, n: int = 4) -> list[Datum]:
-    sampled = []
+async def sample_datums(backend: Backend, prompts: int = 4, n: int = 4) -> list[Datum]:
+    datums = []
     for i in range(prompts):
         prompt = list(range(40 + i, 40 + i + PROMPT))
         for c in await backend.sampler.sample(prompt, SampleParams(n=n, max_tokens=NEW, seed=i)):
-            sampled.append(
-                datum_from_sample(
-                    sample_from_completion(c, 1.0), advantage=1.0, sample=len(sampled)
-                )
+            datums.append(
+                datum_from_sample(sample_from_completion(c, 1.0), advantage=1.0, sample=len(datums))
             )
-    return sampled
+    return datums
 
 
 def limited(datums: list[Datum], to: str) -> list[Datum]:
@@ -194,7 +192,7 @@ def experts_of(backend: Backend, datum: Datum) -> np.ndarray:
 
 
 def weighted_sum(datums, policy_logprobs):
-    "Each scored logprob times a number of its own."
+    "Each scored logprob times another number."
     total = 0
     for d, series in zip(datums, policy_logprobs, strict=True):
         at = torch.tensor(d.active.nonzero()[0])
@@ -262,7 +260,7 @@ def test_nothing_is_noted_and_no_hook_stays_when_it_is_off():
         assert c.routing is None
         assert not backend.capabilities.routing
         on = opened()
-        await on.policy.forward_backward_custom(await draw(on, 1), weighted_sum)
+        await on.policy.forward_backward_custom(await sample_datums(on, 1), weighted_sum)
         for module in (
             on.policy.state.module,
             on.sampler.engine.causal.model,
@@ -276,7 +274,7 @@ def test_nothing_is_noted_and_no_hook_stays_when_it_is_off():
 def test_notes_of_another_model_are_rejected_with_their_place():
     async def main():
         backend = opened()
-        datum = (await draw(backend, 1, 1))[0]
+        datum = (await sample_datums(backend, 1, 1))[0]
         for note in ("AAAA", "//////8=", "not base64"):
             wrong = replace(datum, routing=(*datum.routing[:5], note, *datum.routing[6:]))
             with pytest.raises(AlignmentError, match="sample 0, input 5: routing: got"):
@@ -312,7 +310,7 @@ def test_a_blank_lets_the_trainer_choose():
 
     async def main():
         backend = opened()
-        datum = (await draw(backend, 1, 1))[0]
+        datum = (await sample_datums(backend, 1, 1))[0]
         perturb(backend)
         routers = find_routers(backend.policy.state.module)
         holes = tuple("" if i % 3 == 0 else note for i, note in enumerate(datum.routing))
@@ -346,7 +344,7 @@ def test_the_gradient_is_that_of_the_model_with_these_experts(checkpointing):
 
     async def main():
         backend = opened(dtype="float64")
-        datums = await draw(backend, 2, 2)
+        datums = await sample_datums(backend, 2, 2)
         perturb(backend, only_choice)
         module = backend.policy.state.module
         want = torch.zeros(())
@@ -374,7 +372,7 @@ def test_the_gradient_is_that_of_the_model_with_these_experts(checkpointing):
 def test_order_padding_and_the_split_into_batches_do_not_matter():
     async def main():
         backend = opened(dtype="float64")
-        datums = await draw(backend, 4, 3)
+        datums = await sample_datums(backend, 4, 3)
         short = [Datum(d.tokens[:n], d.weights[: n - 1], advantage=0.5, routing=d.routing[: n - 1], sample=90 + n)
                  for d, n in zip(datums, (18, 22, 27), strict=False)]  # fmt: skip
         datums = [*datums, *short]
@@ -400,7 +398,7 @@ def test_order_padding_and_the_split_into_batches_do_not_matter():
 def test_the_reference_of_an_adapter_keeps_its_own_experts():
     async def main():
         backend = opened(lora_rank=4)
-        datums = await draw(backend, 2, 2)
+        datums = await sample_datums(backend, 2, 2)
         elsewhere = [replace(d, routing=d.routing[::-1]) for d in datums]
         plain = await backend.reference.forward(limited(datums, "none"))
         for a, b in zip(plain, await backend.reference.forward(elsewhere), strict=True):

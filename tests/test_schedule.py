@@ -178,12 +178,12 @@ def test_a_service_gets_it_with_every_optimizer_step(monkeypatch):
     from rl_notebook.emulator import trainer
     from rl_notebook.emulator.service import start_emulator
 
-    told = list[float]()
+    learning_rates = list[float]()
     key = "tml-a-key-of-the-tests"
     step = trainer.run_step
 
     def noting(learner: Any, adam: Any, *rest: Any) -> Any:
-        told.append(adam.learning_rate)
+        learning_rates.append(adam.learning_rate)
         return step(learner, adam, *rest)
 
     monkeypatch.setattr(trainer, "run_step", noting)
@@ -204,4 +204,4 @@ def test_a_service_gets_it_with_every_optimizer_step(monkeypatch):
 
     with start_emulator(key=key) as running:
         assert asyncio.run(test(running.url)) == EXPECTED
-    assert told == EXPECTED
+    assert learning_rates == EXPECTED

@@ -79,7 +79,7 @@ def assert_same(there: Sequence[StepRecord], here: Sequence[StepRecord]) -> None
                 name: value for name, value in r.metrics.items() if not name.startswith("sync/")
             }
 
-        # a run's probe is of its own first step
+        # a run's probe is of that run's first step
         np.testing.assert_equal(measured(one), measured(other))
         assert one.options == other.options
 
@@ -106,12 +106,12 @@ def grpo_loop(
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    "A working directory with `my_own.py`."
+    "A working directory with `my_functions.py`."
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.delitem(sys.modules, "my_own", raising=False)
-    (tmp_path / "my_own.py").write_text(MODULE)
+    monkeypatch.delitem(sys.modules, "my_functions", raising=False)
+    (tmp_path / "my_functions.py").write_text(MODULE)
     return tmp_path
 
 
@@ -140,8 +140,8 @@ def points(near: bool) -> float:
 
 
 def last(text):
-    found = NUMBER.findall(text)
-    return int(found[-1]) if found else None
+    numbers = NUMBER.findall(text)
+    return int(numbers[-1]) if numbers else None
 """,
     """
 def graded(text: str, answer: str, tolerance: int = len(UNITS) + 3) -> float:
@@ -205,7 +205,7 @@ backend = open_local(*rln.load_model("tiny"), reference=False)
 def ask():
     try:
         loop = rln.GRPOLoop(backend, rln.toy_rows(4), fn, rln.Config(**SMALL_RUN))
-        loop.to_script("refused/run.py")
+        loop.to_script("rejected/run.py")
     except rln.RLNotebookError as error:
         print(error)
 """
@@ -231,13 +231,13 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 def test_functions_of_cells_come_with_their_source(kernel):
     folder, printed = kernel
-    said = printed[len(CELLS) + 2]
-    first = said.splitlines()[0]
+    summary = printed[len(CELLS) + 2]
+    first = summary.splitlines()[0]
     assert first.startswith("run.py, run.yaml, run.rows.jsonl: with the source of ")
     assert {"points", "last", "graded", "shape", "keep", "ratio", "by_rank"} <= set(
         first.split("of ")[-1].split(", ")
     )
-    assert "note" not in said
+    assert "note" not in summary
     there = run_script(folder / "made" / "run.py", folder / "log")
     POLICY_LOSSES.pop("mine")
     assert_same(there, list(Run.open(folder / "here")))
@@ -258,22 +258,22 @@ def test_what_only_the_kernel_knows_is_refused_in_words(kernel):
                 "%%writefile",
             )
         ) or ("Make it inside" in words or "Return it" in words), words
-    assert not (folder / "refused").exists()
+    assert not (folder / "rejected").exists()
 
 
 # --- a config --------------------------------------------------------------------------------------------------------
 
 
 def test_a_config_names_functions_of_files(desk):
-    import my_own  # pyright: ignore[reportMissingImports]
+    import my_functions  # pyright: ignore[reportMissingImports]
 
-    rewards = [reward_fn(my_own.close, weight=2.0), "format"]
+    rewards = [reward_fn(my_functions.close, weight=2.0), "format"]
     loop = grpo_loop(
-        rewards, cfg={"lora_rank": 4, "kl_beta": 0.01}, advantage_fn=my_own.against_the_worst
+        rewards, cfg={"lora_rank": 4, "kl_beta": 0.01}, advantage_fn=my_functions.against_the_worst
     )
     cfg = loop.to_config()
-    assert (cfg.rewards, cfg.reward_weights) == (("my_own:close", "format"), (2.0, 1.0))
-    assert (cfg.advantage_fn, cfg.max_rows) == ("my_own:against_the_worst", 8)
+    assert (cfg.rewards, cfg.reward_weights) == (("my_functions:close", "format"), (2.0, 1.0))
+    assert (cfg.advantage_fn, cfg.max_rows) == ("my_functions:against_the_worst", 8)
     cfg.to_yaml(desk / "run.yaml")
     here = asyncio.run(loop.run(progress=False))
     assert command(["train", "--config", "run.yaml", "--log-path", "log"]) == 0

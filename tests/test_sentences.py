@@ -183,7 +183,7 @@ def no_gradient(model: Any) -> None:
         p.register_hook(torch.zeros_like)
 
 
-def own_reference() -> Backend:
+def reference_that_is_the_policy() -> Backend:
     backend = tiny()
     backend.reference = backend.policy
     return backend
@@ -211,9 +211,9 @@ def by_row(text: str, row: Any) -> float:
     return uneven(text) if row.data["question"] == toy_rows(1)[0]["question"] else 0.0
 
 
-# --- what must be said, and what would be false -------------------------------------------------------------------
+# --- what the text must say, and what would be false -------------------------------------------------------------------
 
-# how it is made, what must be said, what must not
+# how it is made, what the text must say, what it must not
 Situation = tuple[Callable[[], Records], str, str]
 MOVED = r"cancel|has not moved since|on-policy"
 SITUATIONS: dict[str, Situation] = {
@@ -290,7 +290,7 @@ SITUATIONS: dict[str, Situation] = {
         r"(?i)duplicate prompt|same reward",
     ),
     "the reference is the policy": (
-        lambda: run(3, uneven, backend=own_reference()),
+        lambda: run(3, uneven, backend=reference_that_is_the_policy()),
         r"(?i)reference[^.]*(policy|moves|follow|same)[^.]*|KL[^.]*\b0\b[^.]*although",
         r"(?i)far from the reference|first step",
     ),
@@ -307,7 +307,7 @@ SITUATIONS: dict[str, Situation] = {
         r"(?i)clip[^.]*\d+ ?%|\d+ ?%[^.]*clip",
         MOVED,
     ),
-    "one live group": (
+    "one group with signal": (
         lambda: run(1, by_row, rows=toy_rows(4), shuffle=False),
         r"(?i)(one|1)( live)? of (the )?(4|four)|only (one|1) (live )?(prompt )?group|3 of 4 groups",
         r"all right|all wrong",

@@ -93,30 +93,30 @@ class Ended:
     "A run that came to its end, and what its service saw."
 
     outcome: Outcome
-    refused: list[str]  # openings that failed
+    failed_openings: list[str]  # openings that failed
     faults: Counter[str]
     struck: list[tuple[str, str]]
     seconds: float
 
 
-async def open_in_the_end(running: RunningEmulator, cfg: Any, refused: list[str]) -> Any:
+async def open_in_the_end(running: RunningEmulator, cfg: Any, failed_openings: list[str]) -> Any:
     "Open a backend; after a clean error, once more, as a user would."
     try:
         return await open_service(running, cfg)
     except BackendError as error:
-        refused.append(str(error))
+        failed_openings.append(str(error))
         return await open_service(running, cfg)
 
 
 def go(plan: Plan, faults: tuple[Fault, ...], seed: int = 0) -> Ended:
-    "One run, on an emulator of its own."
+    "One run, on a separate emulator."
 
     async def inside(running: RunningEmulator) -> Outcome:
         cfg = config(plan.backend, plan.steps, None)
-        async with await open_in_the_end(running, cfg, refused) as backend:
+        async with await open_in_the_end(running, cfg, failed_openings) as backend:
             return await measured(cfg, backend, running)
 
-    refused: list[str] = []
+    failed_openings: list[str] = []
     began = time.monotonic()
     with FaultyEmulator(faults, seed) as running:
         outcome = asyncio.run(inside(running))
@@ -125,7 +125,7 @@ def go(plan: Plan, faults: tuple[Fault, ...], seed: int = 0) -> Ended:
         assert set(jobs) <= {"JOB_STATE_CANCELLED", "JOB_STATE_FAILED"}
     return Ended(
         outcome,
-        refused,
+        failed_openings,
         running.faults.counts,
         running.faults.log,
         time.monotonic() - began,
@@ -170,7 +170,7 @@ SEED = 4
 
 
 def test_every_kind_of_fault_happened(plan: Plan, calm: Ended, stormy: Ended) -> None:
-    assert (calm.faults, calm.refused) == (Counter(), [])
+    assert (calm.faults, calm.failed_openings) == (Counter(), [])
     assert set(stormy.faults) == plan.kinds
     assert calm.outcome.reconnects == 0
     assert stormy.outcome.reconnects >= 1
@@ -181,8 +181,8 @@ def test_every_kind_of_fault_happened(plan: Plan, calm: Ended, stormy: Ended) ->
         ("restart_trainer", "optim_step"),
     } <= hit
     if "job_fails" in plan.kinds:
-        (refused,) = stormy.refused
-        assert "got FAILED: the trainer did not start" in refused
+        (message,) = stormy.failed_openings
+        assert "got FAILED: the trainer did not start" in message
 
 
 def same(a: Any, b: Any) -> bool:
@@ -272,7 +272,7 @@ def service() -> Any:
 
 
 def half_a_run(running: RunningEmulator, folder: Path) -> None:
-    "Train in a process of its own, and kill it in the middle of a step."
+    "Train in a separate process, and kill it in the middle of a step."
     script = Path(__file__).parent / "service_runs.py"
     command = [sys.executable, str(script), str(folder), str(STEPS), str(EVERY), folder.name]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("FIREWORKS_", "TINKER_"))}

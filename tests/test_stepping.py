@@ -72,7 +72,7 @@ def test_a_run_that_was_stopped_or_is_at_its_last_step_says_so_and_a_whole_one_s
 # --- who has the loop ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["in turns", "beside training"])
+@pytest.mark.parametrize("kind", ["in turns", "asynchronous"])
 def test_a_step_in_a_cell_while_the_dashboard_plays_waits_for_its_turn(kind):
     async def main():
         loop = make_loop(rows=24) if kind == "in turns" else begin(rows=40, reward=LENGTH)
@@ -124,11 +124,11 @@ def test_two_loops_over_one_backend_that_are_stepped_at_once_train_one_after_the
     async def main():
         one, other = two_over_one()
         await asyncio.gather(one.run(2, progress=False), other.run(2, progress=False))
-        apart, beside = two_over_one()
-        for loop in (apart, beside, apart, beside):
+        one_alone, other_alone = two_over_one()
+        for loop in (one_alone, other_alone, one_alone, other_alone):
             await loop.step()
-        assert same(weights(one), weights(apart))
-        for a, b in ((one, apart), (other, beside)):
+        assert same(weights(one), weights(one_alone))
+        for a, b in ((one, one_alone), (other, other_alone)):
             assert [r.metrics.get("grad_norm") for r in a.records] == [
                 r.metrics.get("grad_norm") for r in b.records
             ]
@@ -137,15 +137,15 @@ def test_two_loops_over_one_backend_that_are_stepped_at_once_train_one_after_the
     run(main())
 
 
-def test_a_loop_that_comes_between_backward_and_update_of_another_drops_its_gradient_and_the_other_is_told():
+def test_a_loop_that_comes_between_backward_and_update_of_another_drops_its_gradient_and_the_other_raises():
     async def main():
         one, other = two_over_one()
         await one.step()
         await up_to(one, "backward")
         alone = (await other.step()).metrics["grad_norm"]
-        apart, beside = two_over_one()
-        await apart.step()
-        assert (await beside.step()).metrics["grad_norm"] == alone
+        one_alone, other_alone = two_over_one()
+        await one_alone.step()
+        assert (await other_alone.step()).metrics["grad_norm"] == alone
         with pytest.raises(
             PhaseError,
             match=r"'main'.*no scores and no gradient: another loop .* 'other' \(step 1, next",
@@ -201,8 +201,8 @@ def test_a_window_is_joined_between_its_steps_and_says_who_has_it_within_one():
     run(main())
 
 
-@pytest.mark.parametrize("kind", ["in turns", "beside training"])
-def test_after_a_stop_step_goes_on(kind):
+@pytest.mark.parametrize("kind", ["in turns", "asynchronous"])
+def test_after_a_stop_step_continues(kind):
     async def main():
         loop = make_loop(rows=30, reward=LENGTH) if kind == "in turns" else begin(rows=30)
         loop.stop()
@@ -356,10 +356,10 @@ FIXED = [
 def test_what_cannot_change_is_refused_by_name_and_nothing_is_changed():
     loop = make_loop(rows=6)
     before = loop.cfg
-    for settings, said in FIXED:
-        with pytest.raises(ConfigError, match=said):
+    for settings, message in FIXED:
+        with pytest.raises(ConfigError, match=message):
             loop.change(**settings)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             loop.cfg = replace(loop.cfg, **settings)
         assert loop.cfg is before
 
@@ -376,8 +376,8 @@ def test_what_the_backend_or_the_loop_refuses_is_refused_when_it_is_asked_for():
         loop = make_loop(rows=12, keep=ALL)
         await up_to(loop, "sync")
         before = (loop.cfg, loop.next_settings, loop.arguments, loop.advantage_fn)
-        for settings, said in IMPOSSIBLE:
-            with pytest.raises((ConfigError, LossError), match=said):
+        for settings, message in IMPOSSIBLE:
+            with pytest.raises((ConfigError, LossError), match=message):
                 loop.change(**settings)
             assert (loop.cfg, loop.next_settings, loop.arguments, loop.advantage_fn) == before
         assert [(await loop.step()).step for _ in range(2)] == [1, 2]
@@ -385,19 +385,19 @@ def test_what_the_backend_or_the_loop_refuses_is_refused_when_it_is_asked_for():
     run(main())
 
 
-def test_another_limit_of_completions_in_flight_holds_from_the_next_draw_on():
+def test_another_limit_of_completions_in_flight_holds_from_the_next_sample_on():
     async def main():
         loop = make_loop(rows=12)
         in_flight = 0
         seen = list[int]()
-        draw = loop.sampler.sampler.sample
+        sample = loop.sampler.sampler.sample
 
         async def counted(prompt, params):
             nonlocal in_flight
             in_flight += params.n
             seen.append(in_flight)
             try:
-                return await draw(prompt, params)
+                return await sample(prompt, params)
             finally:
                 in_flight -= params.n
 
@@ -439,13 +439,13 @@ def test_seek_replay_and_resume_know_what_was_changed(tmp_path):
         await loop.step()
         loop.change(kl_beta=0.2, weight_decay=0.3, advantage_scale="none", temperature=0.8)
         records = [await loop.step() for _ in range(2)]
-        found = await replay(Run.open(folder.path), 3, make_loop(rows=30))
-        assert [p.phase for p in found.phases if p.same is False] == []
+        report = await replay(Run.open(folder.path), 3, make_loop(rows=30))
+        assert [p.phase for p in report.phases if p.same is False] == []
         one = make_loop(rows=30)
         again = [
             await replay(Run.open(folder.path), step, one) for step in (3, 1)
         ]  # the settings of 3 are not those of 1
-        assert [found.same for found in again] == [True, True]
+        assert [report.same for report in again] == [True, True]
         other = make_loop(rows=30)
         assert (await other.seek(3, Run.open(folder.path))).gap < 1e-6
         assert same(weights(other), weights(loop), 1e-6)
@@ -498,16 +498,16 @@ def shown_in(dashboard):
     return about, len(screen.pane.table["rows"]), screen.now.value + screen.value.value
 
 
-def test_the_dashboard_draws_what_each_phase_returns_whoever_runs_it():
+def test_the_dashboard_shows_what_each_phase_returns_whatever_runs_it():
     async def main():
         loop = make_loop(rows=30, reward=LENGTH)
         dashboard = Dashboard(loop)
         loop.prompts()
         assert "Step 1, after prompts" in shown_in(dashboard)[2]
         await loop.sample()
-        title, rows, said = shown_in(dashboard)
+        title, rows, text = shown_in(dashboard)
         assert (title, rows) == ("Tokens by group, step 1, after sample", 18)
-        assert "Current step 1, after sample.</b> 18 samples of 3 prompts" in said
+        assert "Current step 1, after sample.</b> 18 samples of 3 prompts" in text
         loop.score()
         assert shown_in(dashboard)[0] == "Rewards by group, step 1, after score"
         assert dashboard.history.column("reward")[0].tolist() == [1]
@@ -532,14 +532,14 @@ def test_the_dashboard_draws_what_each_phase_returns_whoever_runs_it():
         asked(dashboard, {"close": True})
         assert dashboard.screen.pane.completion == {}
         await dashboard.step()
-        title, _, said = shown_in(dashboard)
+        title, _, text = shown_in(dashboard)
         assert title == "Advantages by group, step 1"
-        assert "Current step" not in said
+        assert "Current step" not in text
         loop.prompts()
-        title, _, said = shown_in(dashboard)
+        title, _, text = shown_in(dashboard)
         assert title == "Advantages by group, step 1"
-        assert "Current step 2, after prompts" in said
-        assert "Map and table are of step 1" in said
+        assert "Current step 2, after prompts" in text
+        assert "Map and table are of step 1" in text
         await loop.sample()
         assert shown_in(dashboard)[0] == "Tokens by group, step 2, after sample"
         await dashboard.undo()

@@ -17,7 +17,7 @@ from rl_notebook.task.rewards import gsm8k_reward, score
 from rl_notebook.loop.rollouts import sample_completions, encode_rows
 from rl_notebook.loop.step import score_group
 
-# as the templates of models that think before they answer have it: told not to, the thought is there, and empty
+# as the templates of models that think before they answer have it: switched off, the thought is there, and empty
 THINKER = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"

@@ -1,4 +1,4 @@
-"What a terminal, a log file or a pipe is given: nothing in it acts, nothing is lost where it lacks a character."
+"What a terminal, a log file or a pipe receives: nothing in it acts, nothing is lost where it lacks a character."
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ async def fail(loop, phase, monkeypatch):
 
     def failing(*args, **kwargs):
         assert loop.running == phase
-        raise RuntimeError("somebody else's fault")
+        raise RuntimeError("the fault of the backend")
 
     if phase == "score":
         loop.score(lambda text: failing())
@@ -121,7 +121,7 @@ def test_a_phase_that_fails_leaves_the_loop_where_it_stood(monkeypatch):
                 kept = weights(loop)
                 loop.state.cache.clear()  # scored again by the reference
                 with pytest.raises(
-                    (RuntimeError, RewardError, DataError), match="somebody else's fault"
+                    (RuntimeError, RewardError, DataError), match="the fault of the backend"
                 ):
                     await fail(loop, phase, monkeypatch)
                 assert place(loop) == before, phase
@@ -579,7 +579,7 @@ def test_the_first_phase_that_differs_is_named(runs, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_computed_again_is_said(tmp_path):
+def test_what_cannot_be_computed_again_is_reported(tmp_path):
     async def main():
         def doubled(datums, denominator):
             inner = make_loss_fn(datums, policy_loss="grpo", denominator=denominator)
@@ -629,7 +629,7 @@ def test_windows_are_replayed_as_far_as_they_can_be(tmp_path):
     run(main())
 
 
-def test_a_loss_that_was_asked_for_by_hand_is_replayed_and_said(tmp_path):
+def test_a_loss_that_was_passed_by_hand_is_replayed_and_reported(tmp_path):
     async def main():
         loop = make_loop(reward=LENGTH)
         folder = recorded(loop, tmp_path)

@@ -394,7 +394,7 @@ def opened(service, **options):
     return open_tinker(**{"lora_rank": 4} | where | quick | options)
 
 
-def drawn_datums(completions) -> list[Datum]:
+def datums_of(completions) -> list[Datum]:
     def make(i, c):
         return Datum(
             c.full_tokens,
@@ -429,7 +429,7 @@ def test_a_service_that_loads_into_fresh_models_alone_is_given_one(model, monkey
     from rl_notebook.emulator.service import start_emulator
 
     used = set()
-    refused = []
+    rejected_loads = []
 
     def noting(name, ask):
         def noted(call):
@@ -437,7 +437,7 @@ def test_a_service_that_loads_into_fresh_models_alone_is_given_one(model, monkey
                 "model_id"
             )
             if name == "load_weights" and model_id in used:
-                refused.append(model_id)
+                rejected_loads.append(model_id)
                 raise its.Refusal(400, "load", got="LoadWeights is not permitted with seq_id 6")
             used.add(model_id)
             return ask(call)
@@ -459,7 +459,7 @@ def test_a_service_that_loads_into_fresh_models_alone_is_given_one(model, monkey
                 np.array_equal(a.values, b.values, equal_nan=True)
                 for a, b in zip(before, after, strict=True)
             )
-        assert refused
+        assert rejected_loads
 
     with start_emulator(model=model, key=KEY) as running:
         run(test(running))
@@ -473,7 +473,7 @@ def test_no_heartbeat_outlives_its_backend(model):
     async def test(running):
         backend = await opened(running, reference=True)
         completions = await backend.sampler.sample(PROMPT, SampleParams(n=1, max_tokens=2))
-        await backend.reference.forward(drawn_datums(completions))
+        await backend.reference.forward(datums_of(completions))
         services = [session.service for session in backend.close.args[3]]
         beats = [service.holder._session_heartbeat_task for service in services]
         assert len(beats) == 3  # of the policy, the sampler and the reference
@@ -506,20 +506,20 @@ def test_a_service_that_averages_trains_the_same(model, monkeypatch):
         run(test(running))
 
 
-class Drawer:
-    "A sampling client that knows no end of text, and stops only where it is told, or not even there."
+class ScriptedClient:
+    "A sampling client without an end of text: it stops at the requested tokens, or nowhere."
 
-    def __init__(self, heeds):
-        self.heeds = heeds
-        self.told = []
+    def __init__(self, stops):
+        self.stops = stops
+        self.requested = []
         self.line = [7, 8, 256, 9, 256, 10]
 
     def sample(self, prompt, n, params):
         stop = params.stop or []
-        self.told.append(stop)
-        heeded = [i + 1 for i, t in enumerate(self.line) if self.heeds and t in stop]
-        tokens = self.line[: min([params.max_tokens, *heeded])]
-        reason = "stop" if len(tokens) in heeded else "length"
+        self.requested.append(stop)
+        stop_lengths = [i + 1 for i, t in enumerate(self.line) if self.stops and t in stop]
+        tokens = self.line[: min([params.max_tokens, *stop_lengths])]
+        reason = "stop" if len(tokens) in stop_lengths else "length"
         logprobs = [-1.0 - i for i in range(len(tokens))]
         sequence = SimpleNamespace(tokens=tokens, logprobs=logprobs, stop_reason=reason)
         answer = Future()
@@ -532,9 +532,9 @@ class Drawer:
         return answer
 
 
-@pytest.mark.parametrize("heeds", [True, False])
+@pytest.mark.parametrize("stops", [True, False])
 @pytest.mark.parametrize(
-    ("stop", "told", "expected"),
+    ("stop", "requested", "expected"),
     [
         ({}, [256], [7, 8, 256]),
         ({"stop": ("x",)}, ["x"], [7, 8, 256]),
@@ -543,9 +543,9 @@ class Drawer:
     ],
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_a_completion_ends_at_the_end_of_text(heeds, stop, told, expected, temperature):
+def test_a_completion_ends_at_the_end_of_text(stops, stop, requested, expected, temperature):
     async def test():
-        client = Drawer(heeds)
+        client = ScriptedClient(stops)
         session = SimpleNamespace(
             package=tinker_sdk()[0], sdk=tinker_sdk()[1], sampling={}, make=lambda fn: client
         )
@@ -553,7 +553,7 @@ def test_a_completion_ends_at_the_end_of_text(heeds, stop, told, expected, tempe
         (c,) = await sampler.sample(
             PROMPT, SampleParams(max_tokens=6, temperature=temperature, **stop)
         )
-        assert client.told == [told]
+        assert client.requested == [requested]
         assert c.tokens.tolist() == expected
         assert c.finish_reason == "stop"
         first = 1 if temperature == 1.0 else len(PROMPT)

@@ -176,7 +176,7 @@ def verdict(source: StepRecord | list[Datum], **options) -> dict[str, str]:
     size=st.integers(12, 60),
     noise=st.sampled_from([0.0, 1e-5, 0.02]),
 )
-def test_a_shift_that_was_made_is_found(shift: int, seed: int, size: int, noise: float):
+def test_a_planted_shift_is_detected(shift: int, seed: int, size: int, noise: float):
     rng = np.random.default_rng(seed)
     policy = -rng.exponential(1.0, (4, size))
     sampler = np.full_like(policy, -1.0)
@@ -289,7 +289,7 @@ def test_a_still_picture_is_small_and_honest():
     assert len(still.encode()) < 70_000
     left = [int(n) for n in re.findall(r"… (\d+) tokens …", still)]
     assert sum(left) + 2 * 300 == 8192, (
-        "of prompt and completion, what is drawn and what is said to be left out"
+        "of prompt and completion, the tokens shown and the tokens counted as left out"
     )
 
 

@@ -59,14 +59,14 @@ def test_any_text_survives_the_tokenizer(text):
     assert max(ids, default=0) < len(TOKENIZER)
 
 
-TURNS = st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3)
+CONVERSATIONS = st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3)
 
 
-@given(TURNS)
-def test_chat_template_only_appends_and_marks_what_was_said(turns):
+@given(CONVERSATIONS)
+def test_chat_template_only_appends_and_marks_completions(turns):
     messages = []
     ids = []
-    said = []
+    completions = []
     for user, assistant in turns:
         messages.append({"role": "user", "content": user})
         prompt = TOKENIZER.apply_chat_template(
@@ -77,13 +77,13 @@ def test_chat_template_only_appends_and_marks_what_was_said(turns):
         messages.append({"role": "assistant", "content": assistant})
         ids = TOKENIZER.apply_chat_template(messages, return_dict=False)
         assert ids == prompt + completion
-        said += completion
+        completions += completion
     template_mask = TOKENIZER.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
-    spoken = MADE.spoken_mask(torch.tensor([ids]))[0]
-    assert spoken.tolist() == [bool(m) for m in template_mask["assistant_masks"]]
-    assert torch.tensor(ids)[spoken].tolist() == said
+    mask = MADE.spoken_mask(torch.tensor([ids]))[0]
+    assert mask.tolist() == [bool(m) for m in template_mask["assistant_masks"]]
+    assert torch.tensor(ids)[mask].tolist() == completions
 
 
 # ---- the model that ships
@@ -205,7 +205,7 @@ def small_llama(**settings):
 
 @pytest.fixture
 def fake_gguf(monkeypatch, tmp_path):
-    "A model as transformers returns it after reading GGUF: one that it refuses to save."
+    "A model as transformers returns it after reading GGUF: one that it does not save."
     source = small_llama()
     source.config.quantization_config = {"quant_method": "gguf"}
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: source)

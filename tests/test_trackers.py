@@ -67,9 +67,9 @@ def everything(folder: Path) -> bytes:
 # ---- W&B
 
 
-def wandb_records(folder: Path, patience: float = 30.0):
-    "The records of a W&B run file, once its writer, a process of its own, has written the last one."
-    deadline = time.monotonic() + patience
+def wandb_records(folder: Path, timeout: float = 30.0):
+    "The records of a W&B run file, once its writer, a separate process, has written the last one."
+    deadline = time.monotonic() + timeout
     while True:
         result = list(read_wandb(folder))
         kinds = [r.WhichOneof("record_type") for r in result]
@@ -221,8 +221,8 @@ logs = storage.get_logs("rl-notebook", "sums", run_id=tracker.run.id)
 config = storage.get_run_config("rl-notebook", "sums", run_id=tracker.run.id)
 threads = sorted({t.name for t in threading.enumerate()} - before)
 tables = storage.get_logs("rl-notebook", "sums", run_id=other.run.id)
-found = [logs, config, other.run.id != tracker.run.id, threads, sorted(sys.modules), tables]
-print("RESULT" + json.dumps(found) + "RESULT")
+results = [logs, config, other.run.id != tracker.run.id, threads, sorted(sys.modules), tables]
+print("RESULT" + json.dumps(results) + "RESULT")
 """
 
 
@@ -302,7 +302,7 @@ def trained_with(report_to, log_path):
 
 
 def check_scalars(scalars):  # name -> {step: value}
-    "What a tracker was told in the run of `trained_with`."
+    "What a tracker received in the run of `trained_with`."
     assert scalars["eval/reward"].keys() == {0, 2}, "before and after training"
     for name in ("reward", "policy_version", "seconds/sample", "seconds/optimize"):
         assert scalars[name].keys() == {1, 2}, name
@@ -327,12 +327,12 @@ def test_tensorboard_has_the_held_out_scores_the_seconds_and_completions(tmp_pat
     check_completions(texts, tmp_path / "run")
 
 
-def check_completions(told, folder):  # step -> rows
+def check_completions(rows_by_step, folder):  # step -> rows
     "The first three completions of both steps, as the run folder has them."
     from rl_notebook.runs.run import Run
 
-    assert [*told] == [1, 2]
-    for step, rows in told.items():
+    assert [*rows_by_step] == [1, 2]
+    for step, rows in rows_by_step.items():
         table = Run.open(folder).record(step).completions_table().head(3)
         assert [row["completion"] for row in rows] == table["text"].tolist()
         for name in ("prompt", "reward", "advantage"):

@@ -110,7 +110,7 @@ def test_a_preset_is_its_trainers_own_loss(trainer: str) -> None:
 
 
 @pytest.mark.parametrize("scale", GOLDEN["advantages"][0])
-def test_an_advantage_is_its_trainers_own(scale: str) -> None:
+def test_an_advantage_is_that_of_its_trainer(scale: str) -> None:
     "Of verl (`whiten` is its REINFORCE++ with a baseline) and SkyRL; here what has no signal stays 0 if whitened."
     for number, theirs in enumerate(GOLDEN["advantages"]):
         groups = frozen(number, {}, scale=scale).groups

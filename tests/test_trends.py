@@ -59,7 +59,7 @@ def recorded(steps, seed, rows=32, folder=None, **kwargs):
     return asyncio.run(main())
 
 
-def long_answers(text):
+def pay_length(text):
     "Pays a tenth for each sign."
     return len(text) / 10
 
@@ -85,13 +85,13 @@ def edited(seed):
 
 
 BOTH = [toy_reward, toy_format_reward]
-SITUATIONS = {  # name: what is said, the step at which it begins, the run
+SITUATIONS = {  # name: the text, the step at which it begins, the run
     "rate": ("KL jumped", BROKEN, {"learning_rate": (5e-5, 1e-2)}),
     "aggregation": ("gradient norm jumped", BROKEN, {"aggregation": ("token_mean", "sum")}),
     "length": (
         "reward follows length",
         1,
-        {"learning_rate": 1e-4, "reward": [toy_reward, long_answers]},
+        {"learning_rate": 1e-4, "reward": [toy_reward, pay_length]},
     ),
     "temperature": ("entropy fell", BROKEN, {"temperature": (1.0, 0.3)}),
     "parser": ("reward fell", BROKEN, {"reward": (BOTH, [nothing])}),
@@ -158,8 +158,8 @@ def test_nothing_is_said_that_later_steps_decide(broken):
 
 def test_the_verdict_line_says_it_once(broken):
     records, _ = broken
-    said = [verdict_line(records[:n], records[n - 1]) for n in range(1, len(records) + 1)]
-    assert sum("reward fell" in line for line in said) == 1
+    lines = [verdict_line(records[:n], records[n - 1]) for n in range(1, len(records) + 1)]
+    assert sum("reward fell" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, -1.0, 1 / 3])
@@ -186,8 +186,8 @@ def test_numbers_that_never_change_are_no_news(reward, steps):
         ledger([StepRecord(i, metrics=m, reason="no signal") for i, m in enumerate(metrics, 1)])
 
 
-@pytest.mark.parametrize(("reward", "said"), [(0.3, ["entropy fell"]), (0.95, [])])
-def test_an_entropy_that_creeps_down_is_named_unless_the_task_is_solved(reward, said):
+@pytest.mark.parametrize(("reward", "messages"), [(0.3, ["entropy fell"]), (0.95, [])])
+def test_an_entropy_that_creeps_down_is_named_unless_the_task_is_solved(reward, messages):
     "By 15 % a step: a line through it falls as fast."
     sampled = [
         RolloutSample(np.zeros(0), np.zeros(0), np.zeros(0), r, text="a") for r in (0.0, 1.0)
@@ -197,7 +197,7 @@ def test_an_entropy_that_creeps_down_is_named_unless_the_task_is_solved(reward, 
         StepRecord(i, (PromptGroup(sampled),), metrics=m, reason="x")
         for i, m in enumerate(metrics, 1)
     ]
-    assert [t.name for t in watch_run(records)][:1] == said
+    assert [t.name for t in watch_run(records)][:1] == messages
 
 
 def test_a_run_whose_reward_never_changes_goes_to_its_end_and_is_shown(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"TRL's words mean what TRL does: each is judged by TRL's own code on random batches, or rejected by its name."
+"TRL's words mean what TRL does: each is compared with TRL's code on random batches, or rejected by its name."
 
 import inspect
 import textwrap
@@ -189,14 +189,14 @@ def named(words: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("words", CASES, ids=named)
-def test_loss_and_gradient_are_trls_own(words: dict[str, Any]) -> None:
+def test_loss_and_gradient_are_those_of_trl(words: dict[str, Any]) -> None:
     for seed in range(SEEDS):
         b = batch(seed)
         for mine, trl in zip(ours(words, b), theirs(words, b), strict=True):
             np.testing.assert_allclose(mine, trl, rtol=1e-9, atol=1e-9)
 
 
-REFUSED: list[tuple[str, dict[str, Any]]] = [
+REJECTED: list[tuple[str, dict[str, Any]]] = [
     *(
         ("importance_sampling_level", {"loss_type": k, **SEQUENCE})
         for k in ("cispo", "sapo", "vespo")
@@ -219,33 +219,35 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("said", "words"), REFUSED)
-def test_what_has_another_value_here_is_rejected(said: str, words: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("message", "words"), REJECTED)
+def test_what_has_another_value_here_is_rejected(message: str, words: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
         Config(**words)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 FUNCTIONS = {"sum_then_normalize": 1, "normalize_then_sum": 2}
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("how", FUNCTIONS)
-def test_advantages_are_trls_own(how: str, scale: str) -> None:
-    weights = torch.tensor([1.0, 0.5])[: FUNCTIONS[how]]
-    scores = torch.rand(12, FUNCTIONS[how], generator=torch.Generator().manual_seed(3)).double()
+@pytest.mark.parametrize("aggregation", FUNCTIONS)
+def test_advantages_are_those_of_trl(aggregation: str, scale: str) -> None:
+    weights = torch.tensor([1.0, 0.5])[: FUNCTIONS[aggregation]]
+    scores = torch.rand(
+        12, FUNCTIONS[aggregation], generator=torch.Generator().manual_seed(3)
+    ).double()
     scores[4:8] = 0.25  # a group without signal
     trainer = SimpleNamespace(
-        multi_objective_aggregation=how, scale_rewards=scale, reward_weights=weights
+        multi_objective_aggregation=aggregation, scale_rewards=scale, reward_weights=weights
     )
-    trainer.reward_funcs = [*range(FUNCTIONS[how])]
+    trainer.reward_funcs = [*range(FUNCTIONS[aggregation])]
     trl = vars(inspect.getmodule(GRPOTrainer)) | {
         "self": trainer,
         "rewards_per_func": scores,
         "num_generations": 4,
     }
     exec(ADVANTAGES, trl := trl | {"device": "cpu"})
-    cfg = Config(scale_rewards=scale, multi_objective_aggregation=how)
+    cfg = Config(scale_rewards=scale, multi_objective_aggregation=aggregation)
     parts = [dict(zip("ab", row.tolist(), strict=False)) for row in scores]
     total = (scores * weights).sum(1).tolist()
     plain = {"tokens": [1, 2], "logprobs": [0, -1], "loss_mask": [0, 1]}

@@ -46,37 +46,37 @@ def test_loss_and_gradient_are_those_of_transformers():
         await loop.backward()
         return record, {name: p.grad for name, p in loop.backend.policy.state.params.items()}
 
-    record, found = asyncio.run(ours())
+    record, gradients = asyncio.run(ours())
     model, tokenizer = load_model("tiny")
     total = torch.zeros(())
     count = 0
     for question, answer in QUESTIONS.items():
         asked = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-        said = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-        labels = torch.tensor([[-100] * len(prompt) + said])
-        total = total + model(torch.tensor([[*prompt, *said]]), labels=labels).loss * len(said)
-        count += len(said)
+        reply = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        labels = torch.tensor([[-100] * len(prompt) + reply])
+        total = total + model(torch.tensor([[*prompt, *reply]]), labels=labels).loss * len(reply)
+        count += len(reply)
     (total / count).backward()
     assert record.loss.loss == pytest.approx((total / count).item(), rel=1e-6)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", [{}, {"ppo_n_minibatches": 2, **OWN}])
-def test_its_steps_are_steps_of_the_run(how, tmp_path):
+@pytest.mark.parametrize("settings", [{}, {"ppo_n_minibatches": 2, **OWN}])
+def test_its_steps_are_steps_of_the_run(settings, tmp_path):
     async def main():
-        loop = make_loop(keep_undo=5, **how)
+        loop = make_loop(keep_undo=5, **settings)
         folder = RunFolder.create(tmp_path / "run", loop.cfg)
         loop.outputs, loop.on_undo, begun = [folder.add], [folder.rewind], weights(loop)
         warmed = await loop.warm_up(ROWS, 4)
         assert [r.metrics["warm_up/loss"] for r in warmed] == sorted(
             (r.loss.loss for r in warmed), reverse=True
         )
-        spoken = warmed[0].datums[0].active
+        sampled = warmed[0].datums[0].active
         [policy] = await loop.backend.policy.forward(warmed[0].datums[:1])
         sampler = await loop.backend.sampler.logprobs(warmed[0].datums[0].tokens)
-        np.testing.assert_allclose(policy.values[spoken], sampler.values[spoken], atol=1e-4)
+        np.testing.assert_allclose(policy.values[sampled], sampler.values[sampled], atol=1e-4)
         later = await loop.step()
         run = Run.open(folder.path)
         assert (later.consumed, later.is_supervised, run.record(4).is_supervised) == (
@@ -87,15 +87,15 @@ def test_its_steps_are_steps_of_the_run(how, tmp_path):
         findings = xray(run.record(3), run.record(2))
         assert "cross-entropy of the given answers" in findings.sentence
         assert not findings.checks.failed
-        if "weight_sync_interval" not in how:
-            other = make_loop(**how)
+        if "weight_sync_interval" not in settings:
+            other = make_loop(**settings)
             assert (await other.seek(5, run)).gap == 0.0
             assert same(weights(other), weights(loop))
             with pytest.raises(
                 RecordError,
                 match=r"got given answers; expected drawn completions\. await loop\.seek",
             ):
-                await replay(run, 2, make_loop(**how))
+                await replay(run, 2, make_loop(**settings))
         for _ in range(5):
             await loop.undo()
         assert (loop.state.number, loop.cursor.consumed) == (1, 0)
@@ -120,14 +120,14 @@ def other():
 
 
 @pytest.mark.parametrize(
-    "how", [{"reward_coeff": 0.0}, {"reward_coeff": 0.5, "policy_loss": "ppo"}]
+    "settings", [{"reward_coeff": 0.0}, {"reward_coeff": 0.5, "policy_loss": "ppo"}]
 )
-def test_the_advantage_is_teacher_minus_sampler(how, tmp_path):
+def test_the_advantage_is_teacher_minus_sampler(settings, tmp_path):
     def taught():
         pupil, teacher = (
             open_local(*made, reference=False) for made in (load_model("tiny"), other())
         )
-        cfg = Config(**SMALL_RUN | {"kl_beta": 0.0, "teacher_coeff": 0.7} | how)
+        cfg = Config(**SMALL_RUN | {"kl_beta": 0.0, "teacher_coeff": 0.7} | settings)
         return GRPOLoop(with_teacher(pupil, teacher), toy_rows(24, seed=3), toy_reward, cfg)
 
     async def main():
@@ -140,7 +140,7 @@ def test_the_advantage_is_teacher_minus_sampler(how, tmp_path):
         assert {d.group for d in record.datums} == {g.index for g in record.groups}
         model = other()[0]
         count = sum(d.num_loss_tokens for d in record.datums)
-        for d, found in zip(record.datums, record.loss.dlogprobs, strict=True):
+        for d, gradients in zip(record.datums, record.loss.dlogprobs, strict=True):
             logits = model(torch.tensor(d.input_tokens.copy())[None]).logits[0]
             theirs = (
                 torch.log_softmax(logits, -1)[range(len(d.weights)), d.target_tokens.copy()]
@@ -150,9 +150,9 @@ def test_the_advantage_is_teacher_minus_sampler(how, tmp_path):
             group = record.groups[d.group]
             pushed = (
                 0.7 * (theirs - group.samples[d.sample].logprobs[1:])
-                + how["reward_coeff"] * group.advantages[d.sample]
+                + settings["reward_coeff"] * group.advantages[d.sample]
             )
-            np.testing.assert_allclose(found[d.active], -pushed[d.active] / count, atol=1e-6)
+            np.testing.assert_allclose(gradients[d.active], -pushed[d.active] / count, atol=1e-6)
         assert what_if(record, {"same": {}}).outputs["same"].loss == pytest.approx(
             record.loss.loss, rel=1e-5
         )

@@ -42,18 +42,18 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def said(completion: Any) -> str:
+def text_of(completion: Any) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def right(completions: list, answer: list, **_: Any) -> list[float]:
     return [
-        float(said(c).strip().endswith(str(a))) for c, a in zip(completions, answer, strict=True)
+        float(text_of(c).strip().endswith(str(a))) for c, a in zip(completions, answer, strict=True)
     ]
 
 
 def short(completions: list, **_: Any) -> list[float | None]:
-    return [None if len(said(c)) < 6 else -len(said(c)) / 100 for c in completions]
+    return [None if len(text_of(c)) < 6 else -len(text_of(c)) / 100 for c in completions]
 
 
 def trainer(
@@ -117,7 +117,7 @@ class OtherOldPolicy(GRPOTrainer):
 
 
 def divides_by_zero(completions: list, **_: Any) -> list[float | None]:
-    return [math.nan if i % 2 else float(len(said(c))) for i, c in enumerate(completions)]
+    return [math.nan if i % 2 else float(len(text_of(c))) for i, c in enumerate(completions)]
 
 
 def silent(completions: list, **_: Any) -> list[float | None]:
@@ -187,7 +187,7 @@ def test_what_is_wrong_fails_a_check(shared: Any, name: str):
 
 
 def test_what_is_right_passes(shared: Any):
-    "The weights moved as far as they did, and the first pass over a generation says what was said when it was sampled."
+    "The weights moved as far as they did, and the first pass over a generation has the logprobs of when it was sampled."
     for name in ("plain", "two iterations", "warm-up"):
         t, (first, second), folder = shared(name)
         assert {c.name for c in rln.xray(first).failed} <= {"completions", "clipping"}, name
@@ -317,8 +317,8 @@ def test_numbers_are_those_that_trl_logs(tmp_path: Path):
     ]
     for record, log in zip(records, logs, strict=True):
         for name in same:
-            told = math.nan if log[name] is None else float(log[name])
-            assert record.metrics[name] == pytest.approx(told, rel=1e-3, nan_ok=True), name
+            logged_value = math.nan if log[name] is None else float(log[name])
+            assert record.metrics[name] == pytest.approx(logged_value, rel=1e-3, nan_ok=True), name
         for g in record.groups:
             centred = (g.rewards - g.rewards.mean()) / (g.rewards.std(ddof=1) + 1e-4)
             np.testing.assert_allclose(g.advantages, centred, atol=1e-5)
@@ -390,12 +390,12 @@ def test_a_rollout_of_ones_own_brings_sampler_logprobs_and_turns(tmp_path: Path)
     (sample, *_) = records[0].groups[0].samples
     datum = records[0].datums[0]
     assert len(sample.turns) == 2
-    written = sample.logprobs[sample.loss_mask == 1]
-    assert (written[0], {*written[2:]}) == (-0.5, {-1.5})
-    assert math.isnan(written[1])
+    recorded_logprobs = sample.logprobs[sample.loss_mask == 1]
+    assert (recorded_logprobs[0], {*recorded_logprobs[2:]}) == (-0.5, {-1.5})
+    assert math.isnan(recorded_logprobs[1])
     assert np.isnan(sample.logprobs[sample.loss_mask == 0]).all()
     assert datum.num_loss_tokens == sample.completion_len
-    np.testing.assert_array_equal(datum.sampler_logprobs[datum.active], written)
+    np.testing.assert_array_equal(datum.sampler_logprobs[datum.active], recorded_logprobs)
 
 
 TOOLS = """{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}\
@@ -447,10 +447,10 @@ def test_what_a_tool_answered_is_masked_as_trl_masks_it(tmp_path: Path):
     masked = set[str]()
     for d in record.datums:
         s = record.groups[d.group].samples[d.sample]
-        said = s.tokens[s.prompt_len :]
+        completion = s.tokens[s.prompt_len :]
         weights = d.weights[s.prompt_len - 1 :]
-        assert weights.tolist() == theirs[tuple(said.tolist())]
-        masked.add(tokenizer.decode(said[weights == 0]))
+        assert weights.tolist() == theirs[tuple(completion.tolist())]
+        masked.add(tokenizer.decode(completion[weights == 0]))
     assert masked == {"", "<|tool|>7<|end|><|assistant|>"}
 
 
@@ -470,7 +470,7 @@ for kind in ("grpo", "dapo", "fails"):
     t.train()
     assert kind == "dapo" or its.weights(t) == its.weights(plain)
     if t.accelerator.is_main_process:
-        (folder / "told.json").write_text(json.dumps([t.state.log_history, watched.ended]))
+        (folder / "log.json").write_text(json.dumps([t.state.log_history, watched.ended]))
 """
 
 
@@ -488,7 +488,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "two.py",
     ]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ACCELERATE_USE_CPU": "1"}
-    how = {
+    options = {
         "cwd": folder,
         "env": env,
         "capture_output": True,
@@ -496,7 +496,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "check": False,
         "timeout": 400,
     }
-    done = subprocess.run(start, **how)
+    done = subprocess.run(start, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -505,7 +505,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", ["grpo", "dapo"])
 def test_two_processes_bring_one_record(two: Path, kind: str):
     "The rows of both, and the loss and the gradient that TRL averages over them."
-    logs, ended = json.loads((two / kind / "told.json").read_text())
+    logs, ended = json.loads((two / kind / "log.json").read_text())
     assert not ended
     logged = [row for row in logs if "loss" in row]
     for record, log in zip(rln.Run.open(two / kind / "run"), logged, strict=True):
@@ -519,7 +519,7 @@ def test_two_processes_bring_one_record(two: Path, kind: str):
 
 @pytest.mark.slow
 def test_a_process_that_records_no_more_is_not_waited_for(two: Path):
-    assert "ZeroDivisionError" in json.loads((two / "fails" / "told.json").read_text())[1]
+    assert "ZeroDivisionError" in json.loads((two / "fails" / "log.json").read_text())[1]
     assert rln.Run.open(two / "fails" / "run").steps == [1]
 
 
@@ -535,9 +535,9 @@ def agrees_with_its_options(record: rln.StepRecord) -> None:
 
 
 def test_evaluation_is_not_training(tmp_path: Path):
-    cut = {"top_k": 20, "temperature": 0.5}  # beside TRL's own fields
-    how = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
-    _, records = recorded(tmp_path, **how, generation_kwargs=cut)
+    cut = {"top_k": 20, "temperature": 0.5}  # in addition to TRL's fields
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+    _, records = recorded(tmp_path, **options, generation_kwargs=cut)
     assert {(s.processed, s.temperature) for r in records for g in r.groups for s in g.samples} == {
         (True, 0.5)
     }
@@ -571,14 +571,14 @@ def test_a_loss_of_ones_own_an_adapter_and_half_precision(tmp_path: Path):
 def test_the_command_line_reads_it(shared: Any, capsys: pytest.CaptureFixture[str]):
     _, records, folder = shared("plain")
     run = str(folder / "run")
-    said = {}
+    outputs = {}
     for words, code in {"show": 0, "show --step 2": 0, "view --once": 0, "doctor": 2}.items():
         name, *more = words.split()
         assert command([name, run, *more]) == code
-        said[words] = "".join(capsys.readouterr())
-    assert f"{records[1].metrics['reward']:.4g}" in said["show"]
-    assert "doctor: step 2: sampler logprobs: got none in this run" in said["show --step 2"]
-    assert "TRL has them with use_vllm or a rollout_func" in said["doctor"]
+        outputs[words] = "".join(capsys.readouterr())
+    assert f"{records[1].metrics['reward']:.4g}" in outputs["show"]
+    assert "doctor: step 2: sampler logprobs: got none in this run" in outputs["show --step 2"]
+    assert "TRL has them with use_vllm or a rollout_func" in outputs["doctor"]
     assert rln.Run.open(run).config["trainer"].startswith("trl 1.")
 
 

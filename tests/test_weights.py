@@ -133,8 +133,10 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
     def done(work: Any) -> Any:
         return asyncio.run(work)
 
-    def in_turn(self, loop: OneLoop, work: Any, failing: int = 0, cancelled: bool = False) -> bool:
-        "Whether the work was done, in a turn of the loop; a failure or a cancellation is noticed, not lost."
+    def run_exclusively(
+        self, loop: OneLoop, work: Any, failing: int = 0, cancelled: bool = False
+    ) -> bool:
+        "Whether the work was done, while the loop has the lease; a failure or a cancellation is noticed, not lost."
 
         async def act() -> None:
             async with loop.weights.lease():
@@ -200,7 +202,7 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
             self.backend.gradient += size
             loop.gradient = size
 
-        self.in_turn(loop, work, cancelled=cancelled)
+        self.run_exclusively(loop, work, cancelled=cancelled)
 
     @rule(index=which, failing=failing, undoable=st.booleans(), cancelled=st.booleans())
     def update(self, index: int, failing: int, undoable: bool, cancelled: bool) -> None:
@@ -216,7 +218,7 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
             loop.trained = loop.trained * 31 + loop.gradient
             loop.gradient = 0
 
-        self.in_turn(loop, work, failing, cancelled)
+        self.run_exclusively(loop, work, failing, cancelled)
         # after a failure, what `remember` had to give up for the new snapshot is gone
         assert (
             0 <= len(loop.before) - len(loop.weights.undoable) <= (1 if failing and undoable else 0)
@@ -233,7 +235,7 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
             await loop.weights.sync()
             loop.served = loop.trained
 
-        self.in_turn(loop, work, failing, cancelled)
+        self.run_exclusively(loop, work, failing, cancelled)
 
     @rule(index=which)
     def undo(self, index: int) -> None:
@@ -251,7 +253,7 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
             if synced_since and entry.sampler is SamplerWeights.UNSAVED:
                 loop.served = loop.trained
 
-        self.in_turn(loop, work)
+        self.run_exclusively(loop, work)
 
     @precondition(
         lambda self: len(self.all) < 3 and self.loaded.weights.sampler is SamplerWeights.CURRENT
@@ -264,7 +266,7 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
         async def work() -> None:
             await loop.weights.fork(other.weights)
 
-        if self.in_turn(loop, work):
+        if self.run_exclusively(loop, work):
             self.all.append(other)
 
     @rule()
@@ -278,13 +280,13 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
             assert not other.weights.gradient
             assert not self.backend.gradient or not last.weights.gradient
 
-        self.in_turn(other, work)
+        self.run_exclusively(other, work)
         assert self.loaded is other
         assert bool(last.weights.lost_to) == bool(last.gradient)
         if last.gradient:
             last.gradient = 0
             with pytest.raises(PhaseError, match="stranger"):
-                self.in_turn(last, work)
+                self.run_exclusively(last, work)
 
     @rule(index=which)
     def turn(self, index: int) -> None:
@@ -295,11 +297,11 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
             pass
 
         if self.can_go_to(loop):
-            self.in_turn(loop, work)
+            self.run_exclusively(loop, work)
             assert self.loaded is loop
         else:
             with pytest.raises(PhaseError):
-                self.in_turn(loop, work)
+                self.run_exclusively(loop, work)
             assert self.loaded is not loop
 
     @rule(index=which, at=st.integers(0, 99))
@@ -315,7 +317,7 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
             loop.trained = at
             loop.gradient = 0
 
-        self.in_turn(loop, work)
+        self.run_exclusively(loop, work)
 
     @invariant()
     def it_is_as_if_each_were_alone(self) -> None:

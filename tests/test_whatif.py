@@ -287,7 +287,7 @@ def test_two_graders_on_the_same_completions(record):
 
     lab = reward_lab(rows, length_reward, against=count)
     assert lab.samples.groupby("row", sort=False).size().tolist() == [5, 5, 4], (
-        "what cannot be judged is left out"
+        "what has no reward is left out"
     )
     lists = [zip(t.reward, t.new_reward, strict=True) for _, t in lab.samples.groupby("row")]
     pairs = [

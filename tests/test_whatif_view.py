@@ -34,7 +34,7 @@ def test_what_is_shown_is_what_if(record, settings):
     panel.where.value = "after it moved"
     for name, value in settings.items():
         panel.controls[name].value = value
-    # the clip slider stands at 0.2, and that is what a loss that reads it is given
+    # the clip slider is at 0.2, and a loss that reads it gets that
     reads_clip = "eps_clip" in POLICY_LOSSES[panel.controls["policy_loss"].value][1]
     asked = {"eps_clip": 0.2} | settings if reads_clip else settings
     want = what_if(record, {CHOSEN: asked}, policy_logprobs=later)

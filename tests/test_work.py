@@ -1,4 +1,4 @@
-"What a step says of its own speed: FLOPs against PyTorch's own count, bytes and padding against counts by hand."
+"What a step says of its speed: FLOPs against PyTorch's own count, bytes and padding against counts by hand."
 
 import asyncio
 from collections.abc import Sequence
@@ -90,18 +90,18 @@ def test_sampling_counts_prefill_and_decode_steps():
     backend = backend_of(reference=False)
     params = SampleParams(n=3, max_tokens=8, seed=1)
     with FlopCounterMode(display=False) as counter:
-        [drawn] = asyncio.run(draw(backend, [list(range(5, 17))], params))
+        [completions] = asyncio.run(sample_all(backend, [list(range(5, 17))], params))
     work = backend.meter.work["sampling"]
     size = backend.size
     assert size is not None
-    lengths = [len(c.tokens) for c in drawn]
+    lengths = [len(c.tokens) for c in completions]
     assert work.tokens == 12 + sum(n - 1 for n in lengths)  # the first token comes of the prompt
     assert work.flops == products(counter)
     # a pass for the prompt, and one a step while a row is left
     assert work.bytes == size.nbytes * max(lengths)
 
 
-async def draw(backend: Backend, prompts: list[list[int]], params: SampleParams) -> list[Any]:
+async def sample_all(backend: Backend, prompts: list[list[int]], params: SampleParams) -> list[Any]:
     return await asyncio.gather(*(backend.sampler.sample(p, params) for p in prompts))
 
 

@@ -19,7 +19,6 @@ import rl_notebook as rln
 from rl_notebook.backends.base import Backend
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import Datum, RecordError, RolloutSample
-from rl_notebook.core.datums import attach
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.core.losses import (
     AGGREGATIONS,
@@ -71,9 +70,7 @@ def fresh() -> StepRecord:
 
 
 @pytest.mark.parametrize("loss", SURROGATE_PARAMS)
-def test_losses_that_are_no_ratio_times_advantage_have_words_of_their_own(
-    loss: str, fresh: StepRecord
-):
+def test_losses_that_are_no_ratio_times_advantage_have_separate_words(loss: str, fresh: StepRecord):
     values = set()
     for more in (0.0, 0.25):  # at ratio 1 only their terms see how likely the tokens are
         series = [
@@ -125,25 +122,16 @@ def test_a_correction_in_a_window_is_credited():
 # --- every claim, against its own computation -----------------------------------------------------------------------
 
 
-def constructed(
-    fresh: StepRecord, shift: float = 0.0, batch: str = "own", **options: Any
-) -> StepRecord:
-    "The real batch under other options, its policy moved by noise of this size."
+def with_moved_policy(fresh: StepRecord, **options: Any) -> StepRecord:
+    "The real batch under other options, its policy moved by noise."
     rng = np.random.default_rng(0)
 
     def noise(lp):
-        return np.where(np.isfinite(lp.values), rng.normal(0, shift, len(lp)), 0) if shift else 0.0
+        return np.where(np.isfinite(lp.values), rng.normal(0, 0.2, len(lp)), 0)
 
     datums = [d for d in fresh.datums if d.group < 2]
     before = fresh.loss.logprobs[: len(datums)]
     policy = [replace(lp, values=lp.values + noise(lp)) for lp in before]
-    if batch == "no advantages":
-        datums = [replace(d, advantage=0.0) for d in datums]
-    if batch == "one lost":  # after the comparison
-        datums = datums[1:]
-        policy = policy[1:]
-    if batch == "old":  # a pass of its own for the ratio's anchor
-        datums = attach(datums, "old_logprobs", before)
     output = evaluate_loss(datums, policy, loss_factory(LossOptions(**options)))
     metrics = step_metrics(fresh.groups[:2], datums, output, policy_version=0)
     changed = {
@@ -151,7 +139,7 @@ def constructed(
         "loss": output,
         "options": options,
         "metrics": metrics,
-        "step": 2 if shift else 1,
+        "step": 2,
     }
     return replace(fresh, groups=fresh.groups[:2], **changed)
 
@@ -187,8 +175,8 @@ def deny(record: StepRecord, text: str) -> list[str]:
             repr(found[0]) for found in re.finditer(pattern, text) if not truth(*found.groups())
         )
 
-    def close(said, real):
-        return math.isclose(float(said), real, rel_tol=0.06, abs_tol=6e-4)
+    def close(stated, real):
+        return math.isclose(float(stated), real, rel_tol=0.06, abs_tol=6e-4)
 
     without_kl = value(record, kl_beta=0.0)
     claim(r"\bLoss is (-?[\d.e+-]+\d)", lambda x: close(x, record.loss.loss))
@@ -237,32 +225,34 @@ def _minus_advantages(a: np.ndarray, n: np.ndarray, o: LossOptions, group: np.nd
     return -by[o.aggregation]
 
 
-def combinations(batch: str = "own") -> list[dict[str, Any]]:
+def combinations() -> list[dict[str, Any]]:
     "Every loss, with and without KL, correction and another anchor; four of them in every aggregation."
     usual = ("token_mean", "sequence_mean")
     each = ("grpo", "ppo", "gspo", "sapo")
     corners = ((0.0, "off"), (0.05, "off"), (0.0, "token"), (0.05, "sequence"))
     out = []
-    for loss, how, (kl, tis) in itertools.product(POLICY_LOSSES, AGGREGATIONS, corners):
+    for loss, aggregation, (kl, tis) in itertools.product(POLICY_LOSSES, AGGREGATIONS, corners):
         barred = {"reinforce": ("token", "sequence"), "vespo": ("sequence",)}.get(loss, ())
-        if tis in barred or (how not in usual and (loss not in each or batch != "own")):
+        if tis in barred or (aggregation not in usual and loss not in each):
             continue
-        constant = {"max_completion_tokens": 24} if how == "constant" else {}
-        out.append({"policy_loss": loss, "aggregation": how, "kl_beta": kl, "tis": tis} | constant)
-        if how in usual and loss not in ("grpo", "reinforce"):
+        constant = {"max_completion_tokens": 24} if aggregation == "constant" else {}
+        out.append(
+            {"policy_loss": loss, "aggregation": aggregation, "kl_beta": kl, "tis": tis} | constant
+        )
+        if aggregation in usual and loss not in ("grpo", "reinforce"):
             out.append(out[-1] | {"anchor": "rollout"})
     return out
 
 
 def test_no_sentence_claims_what_is_not_so(fresh: StepRecord):
     lies = {}
-    for options in combinations("own"):
-        record = constructed(fresh, 0.2, "own", **options)
+    for options in combinations():
+        record = with_moved_policy(fresh, **options)
         # whose update no sync has published
         text = sentence(record, replace(fresh, policy_version=0))
         if wrong := deny(record, text):
             lies[str(options)] = (wrong, text)
-    assert not lies, f"{len(lies)} of {len(combinations('own'))}: {next(iter(lies.items()))}"
+    assert not lies, f"{len(lies)} of {len(combinations())}: {next(iter(lies.items()))}"
 
 
 # --- invariants -----------------------------------------------------------------------------------------------------
@@ -378,7 +368,7 @@ def neighbours(r: StepRecord) -> StepRecord:
 
 FAULTS: dict[
     str, tuple[Callable[[StepRecord], StepRecord], str]
-] = {  # beside those that the page of the x-ray plants
+] = {  # in addition to those that the page of the x-ray plants
     "advantages of the neighbour": (neighbours, "advantages"),
     "a sampled token left out": (hole, "mask"),
     "no gradient": (metric("grad_norm", 0.0), "update"),
@@ -491,23 +481,23 @@ def test_preflight_knows_stale_weights():
     assert "Sync first" in check.fix
 
 
-@pytest.mark.parametrize("given", ["loop", "not awaited", "record"])
-def test_a_loop_for_a_step_or_a_step_for_a_loop_is_named(given: str, fresh: StepRecord):
+@pytest.mark.parametrize("argument", ["loop", "not awaited", "record"])
+def test_a_loop_for_a_step_or_a_step_for_a_loop_is_named(argument: str, fresh: StepRecord):
     loop = GRPOLoop(tiny(), toy_rows(4), toy_reward, Config(**SMALL_RUN))
     views = [xray, rln.inspect_tokens, rln.what_if]
     thing = loop
     text = "loop.records"
-    if given == "not awaited":
+    if argument == "not awaited":
         thing = asyncio.sleep(0)
         text = "Await it first"
-    if given == "record":
+    if argument == "record":
         views = [rln.Dashboard]
         thing = fresh
         text = "the loop that made it"
     for view in views:
         with pytest.raises(RecordError, match=text):
             view(thing, {}) if view is rln.what_if else view(thing)
-    if given == "not awaited":
+    if argument == "not awaited":
         thing.close()
 
 

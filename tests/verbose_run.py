@@ -111,9 +111,10 @@ async def go(backend: str, folder: Path, running: RunningEmulator) -> None:
     for link in filter(None, links):
         show("link", link)
     await fails(
-        "a refused request", back.policy.forward([Datum(np.array([1, 10**6, 2]), np.array([1, 1]))])
+        "a rejected request",
+        back.policy.forward([Datum(np.array([1, 10**6, 2]), np.array([1, 1]))]),
     )
-    await fails("another refused request", back.sync("no-such-snapshot"))
+    await fails("another rejected request", back.sync("no-such-snapshot"))
     policy_trainer(running, back).lose_memory()
     await fails("a lost service", back.policy.forward(fixed_datums()))
     await back.close()

@@ -1,6 +1,6 @@
 """prime-rl: `trainer.loss.type = "custom"`, `import_path = "prime_rl_bundle.loss"`.
 
-Ran as the custom loss of its own `setup_rl_loss_fn`, to the last bit its default loss; its trainer needs a GPU.
+Ran as the custom loss of prime-rl's `setup_rl_loss_fn`, to the last bit its default loss; its trainer needs a GPU.
 """
 
 import itertools

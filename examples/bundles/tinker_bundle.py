@@ -1,6 +1,6 @@
 """tinker-cookbook: around `TrainingClient.forward_backward`.
 
-Ran on datums of its own `assemble_training_data` in Tinker's types; not against the service.
+Ran on datums of the cookbook's `assemble_training_data` in Tinker's types; not against the service.
 """
 
 from write import write_step

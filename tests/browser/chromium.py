@@ -56,7 +56,7 @@ def as_root() -> list[str] | None:
 
 
 def install() -> None:
-    "Debian's chromium and a font to draw with; says why when it may not or cannot."
+    "Debian's chromium and a font to render with; says why when it may not or cannot."
     prefix = as_root()
     if shutil.which("apt-get") is None or prefix is None or os.environ.get(BROWSER):
         print(missing(), file=sys.stderr)

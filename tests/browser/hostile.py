@@ -22,19 +22,19 @@ BAD = (
     "\u202eright to left\u202c\u2066isolated\u2069\u200b"  # marks of direction, and a space without width
     "${window.pwned = 'template'}{{window.pwned}}%3Cscript%3E&lt;script&gt;"
 )
-SHORT = f"{OPENING} {BAD} {CLOSING}"
-LONG = f"{OPENING} {BAD} {'0123456789' * 10_000} {CLOSING}"
+SHORT_TEXT = f"{OPENING} {BAD} {CLOSING}"
+LONG_TEXT = f"{OPENING} {BAD} {'0123456789' * 10_000} {CLOSING}"
 
 # Nothing ran, nothing is hidden, and no element is made of what the text holds as markup.
 HARM = """() => {
-    const given = e => [...e.attributes].some(a => /^(on|src|href)/.test(a.name) && a.value.includes('pwned'));
+    const hasHandler = e => [...e.attributes].some(a => /^(on|src|href)/.test(a.name) && a.value.includes('pwned'));
     const script = e => e.tagName === 'SCRIPT' && /^window.pwned/.test(e.textContent);
     const image = e => e.tagName === 'IMG' && e.getAttribute('src') === 'x';
     const style = e => e.tagName === 'STYLE' && /^body { display/.test(e.textContent);
-    const found = [...document.querySelectorAll('*')].filter(e => given(e) || script(e) || image(e) || style(e));
+    const elements = [...document.querySelectorAll('*')].filter(e => hasHandler(e) || script(e) || image(e) || style(e));
     return {
         pwned: String(window.pwned),
-        elements: found.map(e => e.outerHTML.slice(0, 120)),
+        elements: elements.map(e => e.outerHTML.slice(0, 120)),
         hidden: getComputedStyle(document.body).display === 'none',
     };
 }"""
@@ -48,7 +48,7 @@ class HostileTokenizer:
         return "".join(chr(i) if chr(i).isdigit() else BAD for i in ids)
 
 
-def hostile_record(step: int = 1, text: str = SHORT) -> StepRecord:
+def hostile_record(step: int = 1, text: str = SHORT_TEXT) -> StepRecord:
     "A step whose every text, name and reason is hostile."
     record = synthetic_record(step, groups=2, completions=4)
     groups = [

@@ -1,4 +1,4 @@
-"A JupyterLab of its own, and notebooks in it that a test can run, read and press."
+"A separate JupyterLab, and notebooks in it that a test can run, read and press."
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from playwright.sync_api import (
 
 TESTS = Path(__file__).resolve().parents[1]
 SHOTS = Path(__file__).parent / "shots"
-PATIENCE = 180  # seconds that cells, or the start of a server, may take on a busy machine
+TIMEOUT = 180  # seconds that cells, or the start of a server, may take on a busy machine
 MILLIS = 60_000  # that a page may take to show something
 
 SETTINGS = {
@@ -98,7 +98,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def own_folders(home: Path) -> dict[str, str]:
+def separate_folders(home: Path) -> dict[str, str]:
     "Environment of a Jupyter that shares nothing with the user's: folders, settings, start-up of kernels."
     for plugin, values in SETTINGS.items():
         file = home / "settings" / f"{plugin}.jupyterlab-settings"
@@ -123,9 +123,9 @@ def jupyter_lab(home: Path, context: BrowserContext) -> Iterator[Lab]:
     token = secrets.token_hex(16)
     root.mkdir(parents=True)
     keys = re.compile(r"JUPYTER|.*(_API_KEY|_TOKEN)$")
-    env = {name: value for name, value in os.environ.items() if not keys.match(name)} | own_folders(
-        home
-    )
+    env = {
+        name: value for name, value in os.environ.items() if not keys.match(name)
+    } | separate_folders(home)
     ours = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     env |= {"JUPYTER_TOKEN": token, "OMP_NUM_THREADS": "1", "PYTHONPATH": ours}
     command = [sys.executable, "-c", START + "from jupyterlab.labapp import main; main()"]
@@ -147,7 +147,7 @@ def jupyter_lab(home: Path, context: BrowserContext) -> Iterator[Lab]:
         server = subprocess.Popen(command, cwd=root, env=env, stdout=out, stderr=out)
     try:
         lab = Lab(f"http://127.0.0.1:{port}", token, root, context)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while not lab.answers():
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"JupyterLab did not start:\n{log.read_text()[-4000:]}")
@@ -177,7 +177,7 @@ class Lab:
         headers = {"Authorization": f"token {self.token}", "Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/{path}", data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
             text = reply.read()
         return json.loads(text) if text else None
 
@@ -303,7 +303,7 @@ class Notebook:
 
     def wait(self) -> None:
         "Until every cell has run, or one has failed, and the kernel is idle."
-        self.page.wait_for_function(FINISHED, timeout=PATIENCE * 1000)
+        self.page.wait_for_function(FINISHED, timeout=TIMEOUT * 1000)
 
     def run_all(self) -> None:
         "Run all cells through the menu and wait for the end."
@@ -328,7 +328,7 @@ class Notebook:
     def wait_for_cell(self, index: int) -> None:
         "Until a cell that was started has run."
         done = f"i => (m => m.executionState !== 'running' && m.executionCount !== null)({PANEL}.content.widgets[i].model)"
-        self.page.wait_for_function(done, arg=index, timeout=PATIENCE * 1000)
+        self.page.wait_for_function(done, arg=index, timeout=TIMEOUT * 1000)
 
     def run_cells(self, *indexes: int) -> None:
         "Run cells, one after the other."
@@ -345,7 +345,7 @@ class Notebook:
         return self.cell(index).locator(".jp-Cell-outputArea")
 
     def show(self, index: int) -> Locator:
-        "Scroll to a cell (JupyterLab draws only what is near) and return its outputs."
+        "Scroll to a cell (JupyterLab renders only what is near) and return its outputs."
         self.page.evaluate(f"i => {PANEL}.content.scrollToItem(i, 'start')", index)
         self.output(index).scroll_into_view_if_needed()
         return self.output(index)
@@ -373,10 +373,10 @@ class Notebook:
 
     def until_true(self, function: str, argument: Any = None) -> None:
         "Wait until an async function of the page says true; `wait_for_function` takes its promise for a yes."
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while not self.page.evaluate(function, argument):
             assert time.monotonic() < deadline, (
-                f"not true within {PATIENCE} s: {argument or function}"
+                f"not true within {TIMEOUT} s: {argument or function}"
             )
             self.page.wait_for_timeout(100)
 
@@ -386,7 +386,7 @@ class Notebook:
             if session["path"] == self.name:
                 self.lab.request("DELETE", f"api/sessions/{session['id']}")
 
-    def width(self, width: int, height: int = 900) -> None:
+    def width(self, width: int, height: int) -> None:
         "Resize the window."
         self.page.set_viewport_size({"width": width, "height": height})
 

@@ -1,4 +1,4 @@
-"The dashboard in JupyterLab: it draws while the loop runs, its buttons act while it runs, and it shows what was said."
+"The dashboard in JupyterLab: it updates while the loop runs, its buttons act while it runs, and it shows completions."
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rl_notebook.task.models import load_model
 from rl_notebook.task.toy import toy_reward, toy_rows
 from rl_notebook.views.dashboard import Dashboard, dashboards_of
 
-refuse = []
+failing = []
 
 
 def reward(text: str, answer: str) -> float:
-    if refuse:
+    if failing:
         raise ValueError("no reward today")
     return toy_reward(text, answer=answer)
 
@@ -69,7 +69,7 @@ RECORD = """() => {
 GREW = "n => window.points.length && window.points.at(-1) >= window.points[0] + n"
 
 
-# The widget of the charts on a page of its own, updated three hundred times before the page has time to draw once.
+# The widget of the charts on a separate page, updated three hundred times before the page has time to draw once.
 PILE = """async ([module, script, about]) => {
     const url = URL.createObjectURL(new Blob([module], { type: "text/javascript" }));
     const { default: widget } = await import(url);
@@ -118,8 +118,8 @@ def notebook(lab: Lab) -> Iterator[Notebook]:
 
 @pytest.fixture
 def board(notebook: Notebook) -> Iterator[Locator]:
-    "The dashboard, at rest before and after; nobody is refused a reward."
-    notebook.ask("refuse.clear()")
+    "The dashboard, at rest before and after; the reward function does not fail."
+    notebook.ask("failing.clear()")
     board = notebook.show(SHOW)
     yield board
     notebook.ask("dashboard.stop() if dashboard.doing else None")
@@ -204,8 +204,8 @@ def test_a_click_on_the_heat_map_opens_that_completion(notebook: Notebook, board
         notebook.page.mouse.down()
         notebook.page.mouse.up()
         expect(pane.locator("h4").first).to_contain_text(f"group {group}, completion {sample}")
-        said = notebook.ask(f"loop.records[-1].groups[{group}].samples[{sample}].text")
-        assert pane.locator("pre").last.text_content() == said
+        text = notebook.ask(f"loop.records[-1].groups[{group}].samples[{sample}].text")
+        assert pane.locator("pre").last.text_content() == text
     notebook.shot("dashboard_completion")
     pane.get_by_role("button", name="Inspect tokens").click()
     expect(board.locator(".rld-inspector .rlt-strip")).to_be_in_viewport()
@@ -213,10 +213,10 @@ def test_a_click_on_the_heat_map_opens_that_completion(notebook: Notebook, board
     pane.get_by_role("button", name="Close tokens").click()
     heat_map.scroll_into_view_if_needed()
     read = pane.bounding_box()
-    drawn = heat_map.bounding_box()
+    map_box = heat_map.bounding_box()
     whole = board.locator(".rld").bounding_box()
-    assert read["x"] >= drawn["x"] + drawn["width"] - 1, "beside the map"
-    assert abs(read["y"] - drawn["y"]) < 60
+    assert read["x"] >= map_box["x"] + map_box["width"] - 1, "next to the map"
+    assert abs(read["y"] - map_box["y"]) < 60
     assert whole["height"] < 1030  # about 1,000; a longer sentence wraps once more
 
 
@@ -238,8 +238,8 @@ def test_the_table_is_sorted_and_filtered_while_a_cell_keeps_the_kernel_busy(
     notebook.show(SHOW)
     for order in (sorted, lambda values: sorted(values, reverse=True)):
         table.get_by_role("button", name="reward").click()
-        said = rewards_shown(board)
-        assert said == order(said)
+        rewards = rewards_shown(board)
+        assert rewards == order(rewards)
     table.get_by_label("Filter by group").fill("1..2")
     expect(table.get_by_role("status")).to_have_text("8 of 12 completions")
     assert notebook.runs(BUSY)
@@ -272,7 +272,7 @@ def test_it_works_while_a_cell_awaits_the_loop(notebook: Notebook, board: Locato
 
 
 def test_an_error_is_shown_and_the_loop_stands_where_it_stood(notebook: Notebook, board: Locator):
-    notebook.ask("refuse.append(1)")
+    notebook.ask("failing.append(1)")
     press(board, "play")
     error = board.locator(".rld-error")
     expect(error).to_contain_text("no reward today")
@@ -280,7 +280,7 @@ def test_an_error_is_shown_and_the_loop_stands_where_it_stood(notebook: Notebook
     assert notebook.ask("loop.state.current") == "score"
     notebook.shot("dashboard_error")
 
-    notebook.ask("refuse.clear()")
+    notebook.ask("failing.clear()")
     press(board, "step")
     at_rest(notebook, board)
     expect(error).to_have_count(0)
@@ -360,23 +360,23 @@ def test_updates_do_not_pile_up_in_the_browser(open_page: Callable[..., Page], t
     about = {"name": "reward", "title": "Reward", "caption": "", "height": 200, "wide": True}
     page.evaluate(PILE, [module("charts.js"), plotly_script(), about])
     page.wait_for_function("() => drawn.at(-1) === 300")
-    assert len(page.evaluate("drawn")) <= 2, "the drawing under way, and one of the newest"
+    assert len(page.evaluate("drawn")) <= 2, "the drawing in progress, and one of the newest"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["restarted", "shut down"])
-def test_a_dashboard_whose_kernel_is_gone_says_so_and_presses_nothing(lab: Lab, how: str):
-    notebook = open_dashboard(lab, CELLS, f"gone-{how.replace(' ', '-')}.ipynb")
+@pytest.mark.parametrize("ending", ["restarted", "shut down"])
+def test_a_dashboard_whose_kernel_is_gone_says_so_and_presses_nothing(lab: Lab, ending: str):
+    notebook = open_dashboard(lab, CELLS, f"gone-{ending.replace(' ', '-')}.ipynb")
     board = notebook.show(SHOW)
     expect(control(board, "play")).to_be_enabled()
-    ending = "restart" if how == "restarted" else "shutdown"
+    method = "restart" if ending == "restarted" else "shutdown"
     notebook.page.evaluate(
-        f"async () => {{ await {PANEL}.sessionContext.session.kernel.{ending}() }}"
+        f"async () => {{ await {PANEL}.sessionContext.session.kernel.{method}() }}"
     )
     expect(board).to_contain_text("The kernel of this dashboard is gone")
     for name in ("play", "phase", "step", "undo"):
         expect(control(board, name)).to_be_disabled()
     board.get_by_role("button", name="reward").click()  # the table needs no kernel
     expect(board.locator("th[aria-sort=ascending]")).to_contain_text("reward")
-    notebook.shot(f"dashboard_gone_{ending}")
+    notebook.shot(f"dashboard_gone_{method}")
     notebook.close()

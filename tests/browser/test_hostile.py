@@ -9,16 +9,16 @@ import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, expect
 from rl_notebook.views.report import write_report
 
-from .hostile import CLOSING, HARM, HARMLESS, LONG, OPENING, SHORT, hostile_record
+from .hostile import CLOSING, HARM, HARMLESS, LONG_TEXT, OPENING, SHORT_TEXT, hostile_record
 from .lab import HEAT, Lab, Notebook, Watch
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("text", [SHORT, LONG], ids=["short", "100 kB"])
+@pytest.mark.parametrize("text", [SHORT_TEXT, LONG_TEXT], ids=["short", "100 kB"])
 def test_in_a_report(open_page: Callable[..., Page], tmp_path: Path, text: str):
     records = [hostile_record(step, text) for step in (1, 2)]
-    page = open_page(write_report(records, tmp_path / "report.html", title=SHORT))
+    page = open_page(write_report(records, tmp_path / "report.html", title=SHORT_TEXT))
     page.locator(".js-plotly-plot").first.wait_for()
     assert page.evaluate(HARM) == HARMLESS
     shown_text = page.locator("td .rltable-block").first.inner_text()
@@ -31,7 +31,7 @@ def test_in_a_report(open_page: Callable[..., Page], tmp_path: Path, text: str):
 def test_harm_is_seen(
     open_page: Callable[..., Page], tmp_path: Path, watch: Watch, context: BrowserContext
 ):
-    (tmp_path / "page.html").write_text(f"<!doctype html><title>unescaped</title><p>{SHORT}")
+    (tmp_path / "page.html").write_text(f"<!doctype html><title>unescaped</title><p>{SHORT_TEXT}")
     page = open_page(tmp_path / "page.html")
     # an image fails a moment later
     page.wait_for_function("window.pwned !== undefined && window.pwned !== 'script'")
@@ -52,14 +52,14 @@ def test_harm_is_seen(
 CELLS = {
     "record": """
 from IPython.display import display
-from browser.hostile import LONG, HostileTokenizer, hostile_record
+from browser.hostile import LONG_TEXT, HostileTokenizer, hostile_record
 from rl_notebook.loop.step import list_groups
 from rl_notebook.views.charts import charts
 from rl_notebook.views.payloads import History, history_row, run_payloads, step_payloads
 from rl_notebook.views.tokens import inspect_tokens, WithFallback
 from rl_notebook.insight.xray import xray
 
-records = [hostile_record(1), hostile_record(2, LONG)]
+records = [hostile_record(1), hostile_record(2, LONG_TEXT)]
 records[0]""",
     "long record": "records[1]",
     "groups": "list_groups(records[0].groups)",
@@ -67,10 +67,10 @@ records[0]""",
     "table": "records[0].completions_table()",
     "xray": "display(*map(xray, records))",
     "charts": """
-drawn = charts(run_payloads(History(map(history_row, records)), records[0].options)) | charts(step_payloads(records[1]))
-display(*drawn.values())""",
+all_charts = charts(run_payloads(History(map(history_row, records)), records[0].options)) | charts(step_payloads(records[1]))
+display(*all_charts.values())""",
     "live charts": """
-shown = [drawn["functions"], drawn["advantages"]]
+shown = [all_charts["functions"], all_charts["advantages"]]
 display(*(WithFallback(c.live(), c.static_html()) for c in shown))""",
     "inspector": "inspect_tokens(records[0], HostileTokenizer())",
     "dashboard": """
@@ -140,10 +140,10 @@ def test_in_the_dashboard(notebook: Notebook):
     board = view(notebook, "dashboard").locator(".rld").first
     pane = board.locator(".rld-completion")
     board.locator(".rld-table tbody tr").nth(1).click()
-    said = pane.locator("pre").last
-    expect(said).to_contain_text(OPENING)
-    assert "<script>window.pwned = 'script'</script>" in said.text_content()
-    assert "\u202e" not in said.text_content()
-    assert said.text_content().rstrip().endswith(CLOSING)
+    completion = pane.locator("pre").last
+    expect(completion).to_contain_text(OPENING)
+    assert "<script>window.pwned = 'script'</script>" in completion.text_content()
+    assert "\u202e" not in completion.text_content()
+    assert completion.text_content().rstrip().endswith(CLOSING)
     assert notebook.page.evaluate(HARM) == HARMLESS
     notebook.shot("hostile_dashboard")

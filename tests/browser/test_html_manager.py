@@ -55,7 +55,7 @@ def write_run(folder: Path) -> None:
     )
 
 
-def test_a_dashboard_is_drawn_without_a_kernel(page: Page):
+def test_a_dashboard_is_shown_without_a_kernel(page: Page):
     board = page.locator(".rld").first
     expect(board.locator(".js-plotly-plot .main-svg").first).to_be_visible()
     page.wait_for_function(

@@ -1,4 +1,4 @@
-"The table that its reader sorts, searches and filters, on a page of its own: no kernel, no notebook."
+"The table that its reader sorts, searches and filters, on a separate page: no kernel, no notebook."
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def show(open_page: Callable[..., Page], tmp_path: Path) -> Callable[..., Locato
     def show_table(
         rows: object = ROWS, columns: object = COLUMNS, width: int = 1280, **options: object
     ) -> Locator:
-        given = "".join(
+        constants = "".join(
             f"const {name} = {json.dumps(value)};\n"
             for name, value in {"ROWS": rows, "COLUMNS": columns, "OPTIONS": options}.items()
         ).replace("<", "\\u003c")
-        code = "\n".join([module("table.js").replace("export ", ""), given, SCRIPT])
+        code = "\n".join([module("table.js").replace("export ", ""), constants, SCRIPT])
         page = tmp_path / "table.html"
         style = asset("table.css")
         page.write_text(
@@ -149,7 +149,7 @@ def test_a_filter_that_cannot_be_read_hides_nothing_and_says_so(show: Callable[.
     expect(field).to_have_attribute("aria-invalid", "false")
 
 
-def test_a_search_looks_in_every_column_and_shows_where_it_found(show: Callable[..., Locator]):
+def test_a_search_looks_in_every_column_and_shows_its_matches(show: Callable[..., Locator]):
     table = show()
     search = table.get_by_label("Search rows")
     search.fill("PEARS")

@@ -162,11 +162,11 @@ def test_a_point_of_the_scatter_leads_to_its_token(inspector: Locator, notebook:
     notebook.page.mouse.move(x, y)
     label = scatter.locator(".hovertext")
     label.wait_for()
-    found = re.match(
+    label_match = re.match(
         r"group (\d+), sample (\d+), target (\d+): trainer (\S+), sampler (\S+)$",
         label.text_content().replace("−", "-"),
     )
-    group, sample, target = map(int, found.groups()[:3])
+    group, sample, target = map(int, label_match.groups()[:3])
     notebook.page.mouse.down()
     notebook.page.mouse.up()
     expect(inspector.locator(".rlt-facts")).to_contain_text(f"group {group}, sample {sample}")
@@ -179,8 +179,8 @@ def test_a_point_of_the_scatter_leads_to_its_token(inspector: Locator, notebook:
     datum = RECORD.datums[index]
     x = datum.sampler_logprobs[target]
     y = scored_first(RECORD)[index].values[target]
-    assert math.isclose(float(found[4]), y, rel_tol=1e-3)
-    assert math.isclose(float(found[5]), x, rel_tol=1e-3)
+    assert math.isclose(float(label_match[4]), y, rel_tol=1e-3)
+    assert math.isclose(float(label_match[5]), x, rel_tol=1e-3)
 
 
 def shows_targets(table: Locator, targets: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from .lab import Watch
 BAD = """<!doctype html><title>bad</title><script>
 console.error("said");
 setTimeout(() => { throw new Error("raised") });
-fetch("https://example.com/asked").catch(() => document.title = "refused");
+fetch("https://example.com/asked").catch(() => document.title = "blocked");
 </script>"""
 
 
@@ -23,7 +23,7 @@ def test_errors_and_requests_are_seen(
 ):
     (tmp_path / "bad.html").write_text(BAD)
     page = open_page(tmp_path / "bad.html")
-    page.wait_for_function("document.title === 'refused'")  # it really went nowhere
+    page.wait_for_function("document.title === 'blocked'")  # it really went nowhere
     complaints = "\n".join(watch.take(context))
     assert "console error: said" in complaints
     assert "page error: Error: raised" in complaints or "page error: raised" in complaints

@@ -1,4 +1,4 @@
-"Planted bug: a KL term of one's own has the wrong sign."
+"Planted bug: a custom KL term has the wrong sign."
 
 import torch
 

@@ -14,13 +14,13 @@ def make_rollout_fn(setup):
     async def rollout_fn(sample_prompt):
         prompt = sample_prompt["prompt_token_ids"]
         params = replace(setup.params, n=1, seed=sample_prompt["seed"])
-        (said,) = await setup.sampler.sample(prompt, params)
-        tokens = [*prompt, *said.tokens]
+        (completion,) = await setup.sampler.sample(prompt, params)
+        tokens = [*prompt, *completion.tokens]
         echo = await setup.sampler.logprobs(tokens)
-        reward = toy_reward(said.text, sample_prompt["answer"])
+        reward = toy_reward(completion.text, sample_prompt["answer"])
         mask = [0] + [1] * (len(tokens) - 1)  # the first token has no logprob
         return RolloutSample(
-            tokens, [0.0, *echo.values], mask, reward, said.finish_reason, said.text
+            tokens, [0.0, *echo.values], mask, reward, completion.finish_reason, completion.text
         )
 
     return rollout_fn

@@ -17,8 +17,8 @@ class Server:
         self.version = 0
 
     async def sample(self, prompt_tokens, params):
-        drawn = await self.engine.sample(prompt_tokens, params)
-        return [replace(c, policy_version=self.version) for c in drawn]
+        completions = await self.engine.sample(prompt_tokens, params)
+        return [replace(c, policy_version=self.version) for c in completions]
 
     async def logprobs(self, tokens):
         return await self.engine.logprobs(tokens)

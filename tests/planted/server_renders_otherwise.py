@@ -1,4 +1,4 @@
-"Planted bug: the inference server renders the conversation itself, with a system prompt of its own."
+"Planted bug: the inference server renders the conversation itself, with another system prompt."
 
 from dataclasses import replace
 
@@ -28,9 +28,9 @@ class ChatServer:
 
     async def sample(self, prompt_tokens, params):
         question = self.tokenizer.decode(prompt_tokens, skip_special_tokens=True)
-        drawn = await self.engine.sample(self.rendered(question), params)
+        completions = await self.engine.sample(self.rendered(question), params)
         # the server does not send the prompt back
-        return [replace(c, prompt_tokens=prompt_tokens) for c in drawn]
+        return [replace(c, prompt_tokens=prompt_tokens) for c in completions]
 
     async def logprobs(self, tokens):
         return await self.engine.logprobs(tokens)

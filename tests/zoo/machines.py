@@ -43,7 +43,7 @@ def plain_weights(model: Any) -> Weights:
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    "A block with a generator of its own."
+    "A block with a separate generator."
     with torch.random.fork_rng():
         torch.manual_seed(0 if seed is None else seed % 2**63)
         yield
@@ -60,7 +60,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 class Server:
     "Samples with `generate`. What a client does not know of it is a field."
 
-    model: Any  # of its own
+    model: Any  # not shared
     tokenizer: Any
     # arguments of `generate`, whatever was asked for
     forced: dict[str, Any] = field(default_factory=dict)
@@ -128,12 +128,12 @@ class Server:
                 for row, r, p, n in zip(sampled.numpy(), *series, ends, strict=True)]  # fmt: skip
 
     def _completion(self, prompt, tokens, raw, processed, params, eos) -> Completion:
-        told = {
+        reported = {
             "both": (raw, processed),
             "raw": (raw, raw),
             "processed": (processed, processed),
         }.get(self.reports, (raw, processed))
-        logprobs, sampling_logprobs = told
+        logprobs, sampling_logprobs = reported
         text = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
         reason = "stop" if tokens[-1] in eos else "length"
         return Completion(
@@ -164,14 +164,14 @@ def _picked(logits: Tensor, ids: Tensor) -> np.ndarray:  # (B, C)
 class Trainer:
     "Scores in right-padded batches of eager modules, and learns by `torch.optim.AdamW`."
 
-    model: Any  # of its own
+    model: Any  # not shared
     pad: int
     temperature: float = 1.0
     dtype: torch.dtype = torch.float32  # of the arithmetic, by autocast
     batch: int = 8  # sequences of one pass
     altered: Alteration | None = None  # of a copy that scores
     pads_left: bool = False
-    # what the model is told of the padding
+    # what the model gets of the padding
     tells: tuple[str, ...] = (
         "attention_mask",
         "position_ids",
@@ -207,7 +207,7 @@ class Trainer:
                 part, self._pass(model, [datums[i].tokens for i in part]), strict=True
             ):
                 series[i] = found
-            # a bug with a pass of its own tells none
+            # a bug with a separate pass tells none
             for i, found in zip(part, self.of_pass, strict=False):
                 self.entropies[i] = found
         holes = [torch.from_numpy(np.where(d.active, 0.0, np.nan)).float() for d in datums]
@@ -221,10 +221,10 @@ class Trainer:
         known = (place >= starts) & (place < ends)
         ids = torch.full(known.shape, self.pad)
         ids[known] = torch.from_numpy(np.concatenate(rows))
-        told = {"attention_mask": known.long(), "position_ids": (place - starts).clamp(min=0)}
-        told = {name: t for name, t in told.items() if name in self.tells}
+        padding = {"attention_mask": known.long(), "position_ids": (place - starts).clamp(min=0)}
+        padding = {name: t for name, t in padding.items() if name in self.tells}
         with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            logits = model(ids, **told, use_cache=False).logits[:, :-1]
+            logits = model(ids, **padding, use_cache=False).logits[:, :-1]
         chances = torch.distributions.Categorical(
             logits=logits.float() / self.temperature, validate_args=False
         )
@@ -232,7 +232,7 @@ class Trainer:
         self.of_pass = [h[part] for h, part in zip(chances.entropy().detach(), own, strict=True)]
         return [p[part] for p, part in zip(chances.log_prob(ids[:, 1:]), own, strict=True)]
 
-    def stamped(self, series: Sequence[Tensor]) -> list[Logprobs]:
+    def as_logprobs(self, series: Sequence[Tensor]) -> list[Logprobs]:
         "Series with what is true of them as far as a trainer knows."
         what = {
             "source": self.source,
@@ -240,18 +240,19 @@ class Trainer:
             "temperature": self.temperature,
         }
         kind = str(self.dtype).removeprefix("torch.")
-        scored, told = (
+        scored, entropies = (
             [s.detach().double().numpy() for s in part] for part in (series, self.entropies)
         )
-        if [len(s) for s in scored] != [len(h) for h in told]:  # a bug scores in parts of its own
-            told = [None] * len(scored)
+        if [len(s) for s in scored] != [len(h) for h in entropies]:  # a bug scores in other parts
+            entropies = [None] * len(scored)
         return [
-            Logprobs(s, **what, dtype=kind, entropy=h) for s, h in zip(scored, told, strict=True)
+            Logprobs(s, **what, dtype=kind, entropy=h)
+            for s, h in zip(scored, entropies, strict=True)
         ]
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         with torch.no_grad():
-            return self.stamped(self.score(datums))
+            return self.as_logprobs(self.score(datums))
 
     async def forward_backward_custom(self, datums: Sequence[Datum], loss_fn: Any) -> LossOutput:
         series = self.score(datums)
@@ -269,7 +270,7 @@ class Trainer:
         parts = [(s * g).sum() for s, g in whole]
         torch.stack(parts).sum().backward()
         dlogprobs = tuple(g.double().numpy() for g in results)
-        return LossOutput(loss.item(), dict(metrics), tuple(self.stamped(series)), dlogprobs)
+        return LossOutput(loss.item(), dict(metrics), tuple(self.as_logprobs(series)), dlogprobs)
 
     async def optim_step(
         self, adam: AdamParams, *, grad_accumulation_normalization: str = "none"
@@ -278,8 +279,8 @@ class Trainer:
             raise BackendError("optim_step", got=grad_accumulation_normalization, expected="none")
         learning = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = self.optimizer or torch.optim.AdamW(learning)
-        how = {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.eps}
-        self.optimizer.param_groups[0].update(how, weight_decay=adam.weight_decay)
+        group = {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.eps}
+        self.optimizer.param_groups[0].update(group, weight_decay=adam.weight_decay)
         norm = float(nn.utils.clip_grad_norm_(learning, adam.grad_clip_norm or float("inf")))
         self.optimizer.step()
         await self.discard_gradients()

@@ -62,7 +62,7 @@ def history(learns: tuple[Any, ...]) -> list[Weights]:
 def reinforce(
     datums: Sequence[Datum], logprobs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    "A loss of one's own, which does not look at the sampler's logprobs."
+    "A custom loss, which does not look at the sampler's logprobs."
     parts = [
         -d.advantage * lp[torch.from_numpy(d.active)].sum()
         for d, lp in zip(datums, logprobs, strict=True)
@@ -109,7 +109,7 @@ class Run:
         if publish:
             await self.publish()
 
-    async def draw(
+    async def sample(
         self, prompts: Sequence[Prompt], turns: int, params: SampleParams
     ) -> list[Rollouts]:
         "Completions, or conversations of several turns."
@@ -131,11 +131,11 @@ class Run:
                 if turn
                 else conversation
             )
-            own = replace(
+            request = replace(
                 params, n=1, seed=(params.seed or 0) + 1000 * prompt.number + 10 * index + turn
             )
             conversation = conversation.add_completion(
-                (await self.server.sample(conversation.tokens, own))[0]
+                (await self.server.sample(conversation.tokens, request))[0]
             )
         return conversation.to_sample()
 
@@ -156,7 +156,7 @@ class Run:
         )
         rows = load_rows(toy_rows(w.prompts, seed=seed))
         prompts = encode_rows(rows, self.tokenizer, first_number=first)
-        sampled = await self.draw(prompts, turns, replace(asked, **params))
+        sampled = await self.sample(prompts, turns, replace(asked, **params))
         graded = [
             assemble(r, [replace(s, reward=float(len(s.text) % 5)) for s in r.samples])
             for r in sampled

@@ -43,8 +43,15 @@ def reward(text: str) -> float:
 
 
 def loop_on(backend: Any, **settings: Any) -> GRPOLoop:
-    how = {"drop_zero_variance_groups": False, "kl_beta": 0.0, "seed": 3, "learning_rate": 5e-5}
-    return GRPOLoop(backend, toy_rows(24, seed=0), reward, Config(**SMALL_RUN | how | settings))
+    defaults = {
+        "drop_zero_variance_groups": False,
+        "kl_beta": 0.0,
+        "seed": 3,
+        "learning_rate": 5e-5,
+    }
+    return GRPOLoop(
+        backend, toy_rows(24, seed=0), reward, Config(**SMALL_RUN | defaults | settings)
+    )
 
 
 def local(**options: Any) -> Any:
@@ -217,11 +224,11 @@ def test_no_number_is_no_evidence(value: float, well: int) -> None:
 
         async def spoilt(tokens: Any) -> Any:
             asked.append(len(tokens))
-            said = await answer(tokens)
+            scored = await answer(tokens)
             return (
-                said
+                scored
                 if len(asked) <= well
-                else replace(said, values=np.append(said.values[1:], value))
+                else replace(scored, values=np.append(scored.values[1:], value))
             )
 
         loop.backend.sampler.logprobs = spoilt
@@ -277,10 +284,10 @@ def test_a_trainer_that_never_says_the_same_twice_and_does_not_learn() -> None:
         score = loop.backend.policy.forward
 
         async def noisy(datums: Any) -> Any:
-            said = await score(datums)
+            scored = await score(datums)
             return [
                 replace(lp, values=lp.values + 1e-3 * rng.normal(size=len(lp.values)))
-                for lp in said
+                for lp in scored
             ]
 
         loop.backend.policy.forward = noisy

@@ -61,8 +61,8 @@ def test_the_doctor_names_the_fault(name: str):
         run, record = await fault.step()
         d = await diagnose(record, backend=run.backend)
         alone = await diagnose(record)
-        said = {d.cause, *(d.undecided if CLEAN not in fault.right else ())}
-        assert d.certainty != "sure" if name in IN_DOUBT else said & {*fault.right}, d
+        named = {d.cause, *(d.undecided if CLEAN not in fault.right else ())}
+        assert d.certainty != "sure" if name in IN_DOUBT else named & {*fault.right}, d
         assert alone.cause in fault.right or alone.certainty != "sure" or alone.ok, alone
         assert alone.ok or CLEAN not in fault.right or alone.cause in fault.right, alone
 
