@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from ..core.types import OFF, AdamParams, ConfigError, LossError, SampleParams, quoted
+from ..core.types import ConfigError, LossError, SampleParams, quoted
 from rl_notebook.core.options import (
     Bool,
     Int,
@@ -41,7 +42,7 @@ from rl_notebook.config.settings import (
     UpdateSettings,
     address_trouble,
 )
-from .settings import loss_options, not_default
+from .settings import not_default
 from rl_notebook.config.settings import (  # noqa: F401 (handed on)
     ConcurrencyConfig,
     IGPOConfig,
@@ -195,7 +196,7 @@ def builtin_rules(c: Any) -> Iterator[str]:
         yield f"loss_path: backend={quoted(c.backend)} computes every loss here. Leave it out or set {instead}"
         return
     try:
-        options = LossOptions(**loss_options(c))
+        options = LossOptions(**c.loss_options())
     except LossError:  # the other rules say why
         return
     try:
@@ -242,16 +243,16 @@ def concurrency_rules(c: Any) -> Iterator[str]:
     own = c.concurrency
     if own is None:
         return
-    if c.max_concurrent != 32:
+    if not_default(c, "max_concurrent"):
         yield "concurrency: max_concurrent says the same. Keep one of the two"
-    windows = (own.initial_window, own.min_window, own.max_window, own.prefill_queue_target)
-    if own.mode == "fixed" and (own.max_concurrency is None or windows != (None, 1, 256, 0.5)):
+    windows = not_default(own, "initial_window", "min_window", "max_window", "prefill_queue_target")
+    if own.mode == "fixed" and (own.max_concurrency is None or windows):
         yield "concurrency: mode='fixed' reads max_concurrency, and no window. Set that one alone"
     if own.mode == "adaptive" and own.max_concurrency is not None:
         yield "concurrency.max_concurrency: mode='adaptive' has max_window. Set mode='fixed' or leave it out"
     if own.mode == "adaptive" and c.backend not in ("openai", "fireworks"):
         yield f"concurrency: backend={quoted(c.backend)} never rejects a request. Set mode='fixed' with max_concurrency"
-    if own.prefill_queue_target != 0.5 and c.backend != "fireworks":
+    if not_default(own, "prefill_queue_target") and c.backend != "fireworks":
         yield f"concurrency.prefill_queue_target: backend={quoted(c.backend)} does not report it. Leave it out"
     if not own.min_window <= (own.initial_window or own.min_window) <= own.max_window:
         yield "concurrency: expected min_window <= initial_window <= max_window"
@@ -311,7 +312,7 @@ def _tinker_rules(c: Any) -> Iterator[str]:
     yield from _no_jobs(c)
     if c.lora_rank == 0:
         yield "lora_rank: backend='tinker' trains LoRA adapters only. Set lora_rank, such as 32"
-    if c.lora_alpha != 32:
+    if not_default(c, "lora_alpha"):
         yield "lora_alpha: backend='tinker' decides it. Leave it out"
     yield from _temperature_rules(c)
 
@@ -366,6 +367,15 @@ def _check(cfg: Config) -> None:
         raise listed(complaints, "Config", ConfigError)
 
 # %% ../../nbs/config/02_config.ipynb #75113cd8
+Settings = TypeVar("Settings")
+
+
+def settings_of(cfg: Any, theme: type[Settings]) -> Settings:
+    "The settings of one theme, as a value of their own."
+    names = [f.name for f in fields(typing.cast(Any, theme))]
+    return theme(**{name: getattr(cfg, name) for name in names})
+
+# %% ../../nbs/config/02_config.ipynb #713fbd71
 @accepts_other_spellings
 class Config(  # fields are collected from the last base to the first
     OtherSpellings, ServiceConfigs, SubConfigs, ScheduleSettings, ServiceSettings, RunSettings,
@@ -378,18 +388,45 @@ class Config(  # fields are collected from the last base to the first
         _check(self)
         self.eval_params()
 
-    def loss_options(self) -> dict[str, Any]:
-        "Keyword arguments of `make_loss_fn`."
-        return loss_options(self)
+    @property
+    def task(self) -> TaskSettings:
+        "Model, data, rows and evaluation."
+        return settings_of(self, TaskSettings)
 
-    def sample_params(self, *, n: int | None = None, seed: int | None = None) -> SampleParams:
-        "How completions of one prompt are sampled; `n` is `completions_per_prompt` unless given."
-        return SampleParams(
-            n=self.completions_per_prompt if n is None else n,
-            max_tokens=self.max_completion_tokens,
-            seed=seed,
-            **{name: getattr(self, name) for name in ("temperature", "stop", *OFF)},
-        )
+    @property
+    def sampling(self) -> SamplingSettings:
+        "How completions are sampled, and when the sampler gets new weights."
+        return settings_of(self, SamplingSettings)
+
+    @property
+    def signal(self) -> SignalSettings:
+        "From rewards to advantages to what is trained on."
+        return settings_of(self, SignalSettings)
+
+    @property
+    def loss(self) -> LossSettings:
+        "The loss, its KL term, its correction, and where it is computed."
+        return settings_of(self, LossSettings)
+
+    @property
+    def update(self) -> UpdateSettings:
+        "Optimizer, adapter, batching of the backward passes."
+        return settings_of(self, UpdateSettings)
+
+    @property
+    def schedule(self) -> ScheduleSettings:
+        "Which loop runs, and what it does with rollouts that fail."
+        return settings_of(self, ScheduleSettings)
+
+    @property
+    def run(self) -> RunSettings:
+        "Where the run computes and what it leaves behind."
+        return settings_of(self, RunSettings)
+
+    @property
+    def service(self) -> ServiceSettings:
+        "Where a service is, and what it calls things."
+        return settings_of(self, ServiceSettings)
 
     def eval_params(self) -> SampleParams:
         "The sampling parameters of held-out rows; raises `ConfigError` for what cannot be sampled."
@@ -399,18 +436,6 @@ class Config(  # fields are collected from the last base to the first
         if "stop" in params:
             params |= {"stop": tuple(params["stop"])}
         return replace(self.sample_params(n=self.eval_samples, seed=self.seed), **params)
-
-    def adam(self) -> AdamParams:
-        "AdamW parameters of one optimizer step."
-        return AdamParams(
-            learning_rate=self.learning_rate,
-            beta1=self.adam_beta1,
-            beta2=self.adam_beta2,
-            eps=self.adam_eps,
-            weight_decay=self.weight_decay,
-            weight_decay_on=self.weight_decay_on,
-            grad_clip_norm=self.grad_clip_norm,
-        )
 
     def effective(self) -> SettingsTable:
         "The settings that differ from the defaults."

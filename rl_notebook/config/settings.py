@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, WrapValidator
 
-from ..core.types import MIN_TEMPERATURE, OFF, quoted
+from ..core.types import MIN_TEMPERATURE, OFF, AdamParams, SampleParams, quoted
 from ..core.advantages import BATCH_SCALES, WITHOUT_STD, AdvantageScale
 from ..core.trust import IMPORT_PATH
 from rl_notebook.core.options import (
@@ -120,7 +120,8 @@ class SamplingSettings:
 
     completions_per_prompt: Int = 4  # completions per prompt, the K of the group
     prompt_groups_per_step: AtPrompts[Count] = 1  # prompts per optimizer step
-    max_completion_tokens: Count = 1024  # largest number of tokens in a completion
+    # largest number of tokens in a completion; aggregation "constant" divides by it
+    max_completion_tokens: Count = 1024
     # largest number of tokens in prompt and completion together
     max_seq_len: AtPrompts[Count] = 4096
     # number above 0 that divides the logits
@@ -137,6 +138,15 @@ class SamplingSettings:
     weight_sync_interval: AtSync[Whole] = 1
     # let trainer and sampler score one row after a sync, to see that the weights arrived
     sync_audit: AtSync[Bool] = True
+
+    def sample_params(self, *, n: int | None = None, seed: int | None = None) -> SampleParams:
+        "How completions of one prompt are sampled; `n` is `completions_per_prompt` unless given."
+        return SampleParams(
+            n=self.completions_per_prompt if n is None else n,
+            max_tokens=self.max_completion_tokens,
+            seed=seed,
+            **{name: getattr(self, name) for name in ("temperature", "stop", *OFF)},
+        )
 
 # %% ../../nbs/config/00_settings.ipynb #44477146
 @dataclass(frozen=True, kw_only=True)
@@ -186,13 +196,25 @@ class LossSettings(LossParams):
     grad_accumulation_normalization: GradNormalization = "none"
     # "client" computes the loss here, "builtin" at the service that trains, in one call
     loss_path: Literal["client", "builtin"] = "client"
+    # largest number of tokens in a completion; aggregation "constant" divides by it
+    max_completion_tokens: Count = SamplingSettings.max_completion_tokens
+
+    def loss_options(self) -> dict[str, Any]:  # fields of LossOptions
+        "Keyword arguments of `make_loss_fn`; parameters left at None take the default of the loss."
+        names = [*(f.name for f in fields(LossParams)), "max_completion_tokens"]
+        return {name: getattr(self, name) for name in names}
 
 # %% ../../nbs/config/00_settings.ipynb #a1ff5a63
-def next_bonus(c: Any, coeff: float, entropy: float) -> tuple[float, float]:
-    "The entropy coefficient of the next step and what is used of it; `coeff`, `entropy` (mean, nats): of the last."
-    coeff = max(0.0, coeff + math.copysign(c.entropy_coeff_step, c.entropy_target - entropy))
+def next_bonus(loss: LossSettings, coeff: float, entropy: float) -> tuple[float, float]:
+    """The entropy coefficient of the next step and what is used of it; `coeff`, `entropy` (mean, nats): of the last.
+
+    Without an `entropy_target` the coefficient stays as it is."""
+    target = loss.entropy_target
+    if target is None:
+        return coeff, coeff
+    coeff = max(0.0, coeff + math.copysign(loss.entropy_coeff_step, target - entropy))
     coeff = min(coeff, 1.0)
-    return coeff, coeff if entropy <= c.entropy_target else 0.0
+    return coeff, coeff if entropy <= target else 0.0
 
 # %% ../../nbs/config/00_settings.ipynb #2acb25b6
 Decay = Annotated[Float, Field(ge=0, lt=1)]
@@ -226,22 +248,34 @@ class UpdateSettings:
     min_samples_per_fwd_bwd: Count | None = None
     max_samples_per_fwd_bwd: Count = 256  # largest number of samples in a forward/backward call
 
+    def adam(self) -> AdamParams:
+        "AdamW parameters of one optimizer step."
+        return AdamParams(
+            learning_rate=self.learning_rate,
+            beta1=self.adam_beta1,
+            beta2=self.adam_beta2,
+            eps=self.adam_eps,
+            weight_decay=self.weight_decay,
+            weight_decay_on=self.weight_decay_on,
+            grad_clip_norm=self.grad_clip_norm,
+        )
+
 # %% ../../nbs/config/00_settings.ipynb #3284defb
-def lr_factor(c: Any, step: int, of: int) -> float:
+def lr_factor(update: UpdateSettings, step: int, of: int) -> float:
     "What the learning rate of a step (from 1; `of` is how many are planned) is multiplied by, as in transformers' `get_scheduler`."
     done = step - 1
-    warm = c.warmup_steps or math.ceil(c.warmup_ratio * of)
-    if c.lr_scheduler_type == "constant":
+    warm = update.warmup_steps or math.ceil(update.warmup_ratio * of)
+    if update.lr_scheduler_type == "constant":
         return 1.0
     if done < warm:
         return done / warm
-    if c.lr_scheduler_type == "inverse_sqrt":
+    if update.lr_scheduler_type == "inverse_sqrt":
         scale = warm or 10_000
         return 1 / math.sqrt((done + scale - warm) / scale)
     part = (done - warm) / max(1, of - warm)
     falls = {"linear": 1 - part, "constant_with_warmup": 1.0}
-    factor = falls.get(c.lr_scheduler_type, 0.5 * (1 + math.cos(math.pi * part)))
-    return max(0.0, factor * (1 - c.min_lr_rate) + c.min_lr_rate)
+    factor = falls.get(update.lr_scheduler_type, 0.5 * (1 + math.cos(math.pi * part)))
+    return max(0.0, factor * (1 - update.min_lr_rate) + update.min_lr_rate)
 
 # %% ../../nbs/config/00_settings.ipynb #677fc934
 def _keep_as_passed(value: Any, check: Callable[[Any], Any]) -> Any:
@@ -391,7 +425,7 @@ def correction_rules(c: Any) -> Iterator[str]:
     "Correction, KL and division that would do nothing, or happen twice."
     for name in not_default(c, "tis_cap", "tis_floor") if c.tis == "off" else ():
         yield f"{name}: the correction is off. Set tis='token' or leave it out"
-    if c.kl_estimator != "k3" and c.kl_beta == 0 and not c.kl_metric:
+    if not_default(c, "kl_estimator") and c.kl_beta == 0 and not c.kl_metric:
         yield "kl_estimator: no KL is computed at kl_beta=0. Set kl_beta, or kl_metric=True to watch the KL"
     if c.kl_bias_correction and c.kl_beta == 0:
         yield "kl_bias_correction: there is no KL term at kl_beta=0. Set kl_beta or leave it out"
@@ -406,14 +440,6 @@ def correction_rules(c: Any) -> Iterator[str]:
             f"grad_accumulation_normalization: aggregation={c.aggregation!r} divides already, and division happens"
             " once. Set aggregation='sum' or grad_accumulation_normalization='none'"
         )
-
-# %% ../../nbs/config/00_settings.ipynb #b6a4f24a
-def loss_options(c: Any) -> dict[str, Any]:  # fields of LossOptions
-    "The keyword arguments of `make_loss_fn` that a config stands for; parameters left at None take the loss's default."
-    return {
-        name: getattr(c, name)
-        for name in (*(f.name for f in fields(LossParams)), "max_completion_tokens")
-    }
 
 # %% ../../nbs/config/00_settings.ipynb #7f9bc8d2
 def sampling_rules(c: Any) -> Iterator[str]:
@@ -489,7 +515,7 @@ def evaluation_rules(c: Any) -> Iterator[str]:
         yield f"eval_sampling: got {quoted(name)}; expected some of {', '.join(_EVAL_SAMPLING_NAMES)}"
     if (c.eval_sampling or {}).get("max_completion_tokens", 0) >= c.max_seq_len:
         yield f"eval_sampling: max_completion_tokens leaves no prompt room (max_seq_len={c.max_seq_len}). Lower it"
-    if c.eval_pass_reward != 1 and c.eval_samples == 1 and c.difficulty_sampling is None:
+    if not_default(c, "eval_pass_reward") and c.eval_samples == 1 and c.difficulty_sampling is None:
         yield "eval_pass_reward: pass@k is measured with several completions. Set eval_samples or leave it out"
     if c.keep_best is not None and not c.keep_best.startswith("eval/"):
         yield f"keep_best: got {quoted(c.keep_best)}; expected a metric of the evaluation, such as 'eval/reward'"
@@ -508,7 +534,7 @@ def run_rules(c: Any) -> Iterator[str]:
         yield "warmup_ratio: warmup_steps says the same. Keep one of the two"
     if (c.min_lr_rate > 0) != (kind == "cosine_with_min_lr"):
         yield "min_lr_rate: it belongs to lr_scheduler_type='cosine_with_min_lr'. Set both, or neither"
-    if c.lora_alpha != 32 and c.lora_rank == 0:
+    if not_default(c, "lora_alpha") and c.lora_rank == 0:
         yield "lora_alpha: there is no adapter at lora_rank=0. Set lora_rank or leave it out"
     if c.load_in_8bit and c.lora_rank == 0:
         yield "load_in_8bit: lora_rank=0 trains the base itself, which 8 bits are too coarse for. Set lora_rank"

@@ -37,7 +37,8 @@ READ_BY_UPDATE = (
     "adam_eps", "weight_decay", "weight_decay_on", "grad_clip_norm",
 )  # fmt: skip
 CHANGEABLE_AHEAD = (  # what can change while rows are sampled and graded ahead
-    *(f.name for f in (*fields(LossSettings), *fields(UpdateSettings))), "make_loss",
+    *(f.name for f in (*fields(LossSettings), *fields(UpdateSettings)) if f.name != "max_completion_tokens"),
+    "make_loss",
     *(name for phase in PHASES[PHASES.index("datums") :] for name in marked(Config, phase)),
 )  # fmt: skip
 
