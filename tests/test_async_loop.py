@@ -416,7 +416,7 @@ def test_a_phase_that_is_run_again_loses_no_row(phase):
     run(main())
 
 
-def test_pause_starts_nothing_and_resume_goes_on():
+def test_pause_starts_nothing_and_resume_continues():
     async def main():
         doors = Doors(range(ROWS))
         loop = begin(
@@ -458,7 +458,7 @@ def test_closing_ends_a_step_that_waits():
     run(main())
 
 
-def test_close_twice_and_go_on():
+def test_close_twice_and_continue():
     async def main():
         loop = begin(rollouts(), max_head_offpolicy_versions=2)
         await loop.close()  # before anything was started
@@ -724,7 +724,7 @@ def test_a_step_between_two_updates_can_be_taken_back_and_is_no_place_to_leave(k
 
 
 @pytest.mark.parametrize("versions", [0, 2])
-def test_a_run_goes_on_from_a_checkpoint_with_rows_that_were_under_way(versions, tmp_path):
+def test_a_run_continues_from_a_checkpoint_with_rows_that_were_in_flight(versions, tmp_path):
     async def main():
         loop = begin(rollouts(), max_head_offpolicy_versions=versions)
         folder = RunFolder.create(tmp_path / "run", loop.cfg)

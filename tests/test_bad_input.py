@@ -137,7 +137,7 @@ REWARDS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("case", REWARDS)
-def test_a_reward_that_is_none_and_a_loop_that_goes_on(case):
+def test_a_reward_of_none_is_dropped_and_the_loop_continues(case):
     reward, parts = REWARDS[case]
     loop = GRPOLoop(backend(), toy().rows, reward, Config(**SMALL_RUN))
     failed(loop.step, **parts, kind=RewardError)
@@ -150,7 +150,7 @@ def test_a_reward_that_is_none_and_a_loop_that_goes_on(case):
     ]
 
 
-def test_a_reward_that_nobody_knows_is_refused_before_anything_is_begun(tmp_path):
+def test_an_unknown_reward_is_rejected_before_anything_is_begun(tmp_path):
     cfg = Config(**SMALL_RUN, rewards=["gsm8kk"], log_path=str(tmp_path / "run"))
     failed(
         lambda: run(cfg), "reward", got="'gsm8kk'", expected="one of gsm8k, ", fix="module:function"
@@ -178,7 +178,7 @@ def test_a_misspelt_model_is_named_before_the_hub_is_asked(monkeypatch):
     failed(lambda: open_local("smolm2"), fix="Did you mean 'smollm2'", kind=BackendError)
 
 
-def test_what_is_given_in_another_order_is_said_at_once():
+def test_a_wrong_order_of_arguments_is_reported_at_once():
     backend = open_local("tiny")
     rows = load_rows(toy_rows(6))
     cfg = Config(**SMALL_RUN)

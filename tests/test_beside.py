@@ -74,7 +74,7 @@ async def waiting_for_a_batch(dashboard, door):
     await until(lambda: dashboard.loop.running == "sample" and rows_in_flight(dashboard.loop))
 
 
-def test_a_pause_holds_admission_at_once_and_play_goes_on():
+def test_a_pause_holds_admission_at_once_and_play_continues():
     async def main():
         door = Door()
         dashboard = Dashboard(loop := loop_of(door))
@@ -176,7 +176,7 @@ def test_a_stop_lets_rows_finish_and_starts_none():
     run(main())
 
 
-def test_a_report_has_what_was_beside_and_only_then(tmp_path):
+def test_a_report_has_the_asynchronous_charts_only_for_an_asynchronous_run(tmp_path):
     records = [synthetic_record(step, groups=4, completions=4) for step in range(1, 9)]
     for made, expected in ((records, False), ([async_record(r) for r in records], True)):
         folder = RunFolder.create(

@@ -81,7 +81,7 @@ def test_a_thin_line_keeps_ends_and_extremes(y: list[float | None], limit: int):
     assert (None in thin["y"]) == (None in y)  # a gap stays a gap
 
 
-def test_only_drawing_is_thin():
+def test_only_the_picture_is_thinned():
     rows = [
         {"step": s, "reward": float(s % 7), "reward_std": 0.5, "frac_dead_high": 0.25}
         for s in range(1, 10_001)
@@ -309,7 +309,7 @@ class Stepped:
         self.cfg = Config(kl_beta=0.25)
 
 
-def test_a_chart_that_is_not_there_is_named():
+def test_an_unknown_chart_is_named():
     with pytest.raises(RecordError, match=r"got 'rewards'\. Did you mean 'reward'\?"):
         chart("rewards", [synthetic_record(1)])
     # only with asynchronous rollouts

@@ -60,7 +60,7 @@ def test_jsonl_parquet_frame_list_and_hf_dataset_agree(tmp_path):
     )
 
 
-def test_a_column_of_another_name_is_answered_with_the_setting_that_names_it():
+def test_a_column_of_another_name_is_reported_with_the_setting_that_names_it():
     records = [{"problem": "1+1?", "result": "2"}]
     for columns, named in (
         ({}, "'question': 'its name', 'answer': 'its name'"),

@@ -106,7 +106,7 @@ def test_a_step_of_the_backend_stays_on_its_device(monkeypatch):
     assert result["sync"] <= 1
 
 
-def test_a_device_that_is_not_there_is_rejected_at_once():
+def test_a_missing_device_is_rejected_at_once():
     here = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),

@@ -144,7 +144,7 @@ def test_a_run_that_is_resumed_sought_and_replayed_has_the_same_rows(tmp_path):
     asyncio.run(main())
 
 
-def test_beside_rollouts_too():
+def test_with_asynchronous_rollouts_too():
     async def main():
         loop = make(AsyncGRPOLoop, recipe="async_rl_loop", max_head_offpolicy_versions=1)
         records = await loop.run(10, progress=False)

@@ -224,7 +224,7 @@ class Deaf:
         raise BackendError("completions", got="a server that is busy")
 
 
-def test_a_refused_control_is_named(bench: Bench) -> None:
+def test_a_rejected_control_is_named(bench: Bench) -> None:
     "What the backend cannot do is listed, and what needs it is left out."
     quiet = asyncio.run(stale_weights(bench, 1))
     asyncio.run(bench.reset())

@@ -146,7 +146,7 @@ def test_no_room_without_the_key(shared: RunningEmulator, path: str) -> None:
         assert shared.key.reveal() not in answer.text
 
 
-def test_another_host_name_is_refused(http: httpx.Client) -> None:
+def test_another_host_name_is_rejected(http: httpx.Client) -> None:
     assert http.get("/v1/accounts", headers={"Host": "rebound.example:8600"}).status_code == 403
 
 
@@ -387,7 +387,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("args", [["--startup-delay", "-1"], ["--model", "no-such-model"]])
-def test_the_command_refuses_in_one_line(
+def test_the_command_rejects_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str]
 ) -> None:
     assert main(["emulate", "--port", "0", "--folder", str(tmp_path / "emulator"), *args]) == 2

@@ -122,7 +122,7 @@ def test_an_agent_with_a_client_that_blocks_plays_too():
     assert Scripted("12").play(agent_rollouts(play)).reward == 12.0
 
 
-def test_a_rollout_for_which_no_request_comes_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_a_rollout_without_a_request_warns(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rl_notebook.agents.serve.QUIET", 0.01)
     warned = threading.Event()
     monkeypatch.setattr(
@@ -291,7 +291,7 @@ def test_arguments_are_handed_on_as_they_were_written():
 
 
 @pytest.mark.parametrize("written", ["so bad", " so bad"])
-def test_a_turn_that_the_template_refuses_later_costs_an_agent_its_rollout(written):
+def test_a_turn_that_the_template_rejects_later_costs_an_agent_its_rollout(written):
     scripted = Scripted(*[written] * 8)
     rejection = "{% if m.role == 'assistant' and 'bad' in m.content %}{{ raise_exception('no bad words') }}{% endif %}"
     scripted.tokenizer.chat_template = ALTERNATING.replace("{{ '<|'", rejection + "{{ '<|'")

@@ -256,7 +256,7 @@ HOSTILE += [
 
 
 @pytest.mark.parametrize("example", ["tool_use"], indirect=True)
-def test_the_calculator_refuses_everything_else(example: SimpleNamespace):
+def test_the_calculator_rejects_everything_else(example: SimpleNamespace):
     for text in HOSTILE:
         began = time.thread_time()
         with pytest.raises(ValueError, match=r"^[a-z]") as caught:

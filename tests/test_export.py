@@ -189,9 +189,7 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_adapter_that_was_trained_before_goes_on_and_leaves_with_all_that_it_is_made_of(
-    kind, tied, tmp_path
-):
+def test_an_adapter_that_was_trained_before_continues_and_is_exported_whole(kind, tied, tmp_path):
     from peft import PeftModel
 
     for part in (tiny_model("llama", tied=tied), byte_tokenizer()):
@@ -271,7 +269,7 @@ def test_an_adapter_that_cannot_be_trained_as_it_is_says_what_to_do(tmp_path):
             open_local(model, byte_tokenizer(), lora_rank=rank)
 
 
-def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path):
+def test_what_cannot_be_exported_is_rejected_and_leaves_nothing(tmp_path):
     backend = trained(tmp_path)
     loop = GRPOLoop(
         open_local(*load_model("tiny"), inline=True), toy_rows(4), lambda text: 0.0, Config()

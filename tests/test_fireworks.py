@@ -358,7 +358,7 @@ SIGNALS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": sign
 
 
 @pytest.mark.slow
-def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site, tmp_path):
+def test_every_ending_but_kill_releases_everything_and_kill_leaves_a_list(site, tmp_path):
     env = os.environ | site.running.environment() | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", ENDINGS, str(tmp_path), QWEN, SHAPE]
     with subprocess.Popen(
@@ -835,7 +835,7 @@ def test_opening_that_fails_or_is_cancelled_leaves_nothing_running(site):
     assert not resources.OPEN_CLEANUPS
 
 
-def test_what_a_killed_process_left_is_resumed_or_given_back(site, tmp_path):
+def test_what_a_killed_process_left_is_resumed_or_released(site, tmp_path):
     async def test():
         first = await open_fireworks(**settings_of(site, log_path=str(tmp_path / "first")))
         for name in ("attach", "clean"):
@@ -880,7 +880,7 @@ def test_settings_that_cannot_work_are_rejected_first(site):
     assert site.asked() == []
 
 
-def test_a_trainer_that_says_it_does_not_replay_is_rejected_and_given_back(site):
+def test_a_trainer_that_says_it_does_not_replay_is_rejected_and_released(site):
     with pytest.raises(
         ConfigError, match="trainer: router_replay: got a trainer that chooses its own experts"
     ):

@@ -237,7 +237,7 @@ def silent(text):
     "Has no opinion."
 
 
-def test_refill_replaces_dead_groups():
+def test_refill_replaces_zero_variance_groups():
     async def main():
         def reward(text, question):
             return float(len(text)) if "?" in question else 1.0
@@ -434,7 +434,7 @@ def test_an_interrupt_ends_the_wait_for_a_reward(plain):
     [{"overlong_buffer": 4}, {"rewards": ["gsm8k"], "reward_weights": [0.5]}],
     ids=["penalty", "weights"],
 )
-def test_a_setting_that_a_rollout_function_would_ignore_is_refused(setting):
+def test_a_setting_that_a_rollout_function_would_ignore_is_rejected(setting):
     async def rollout_fn(sample_prompt):
         return None
 
@@ -444,7 +444,7 @@ def test_a_setting_that_a_rollout_function_would_ignore_is_refused(setting):
         make_loop(reward=rollout_fn, **setting)
 
 
-def test_a_setting_that_the_backend_would_ignore_is_refused():
+def test_a_setting_that_the_backend_would_ignore_is_rejected():
     loop = make_loop()
     for change, message in [
         ({"temperature": 0.7}, r"temperature: got 0.7; expected 1.0, at which the policy scores"),

@@ -69,7 +69,7 @@ time.sleep(600)
 """
 
 
-def test_a_second_process_is_refused_until_the_first_has_gone_even_by_kill(tmp_path):
+def test_a_second_process_is_rejected_until_the_first_has_ended_even_by_kill(tmp_path):
     path = tmp_path / "run"
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen(
@@ -249,7 +249,7 @@ def test_a_folder_that_leads_elsewhere_is_not_gone_on_with_unless_it_is_trusted(
         RunFolder.resume(sent, Run.open(sent).config).release()  # one's own from here on
 
 
-def test_a_pipe_in_the_place_of_a_file_is_refused_before_it_is_waited_for(sent):
+def test_a_pipe_in_the_place_of_a_file_is_rejected_before_it_is_waited_for(sent):
     os.mkfifo(sent / "steps" / "more")
     with pytest.raises(
         RecordError, match=r"got steps/more -> .*; expected only files and folders of a run"

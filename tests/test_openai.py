@@ -253,7 +253,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_answers_that_cannot_be_used_are_refused(name):
+def test_replies_that_cannot_be_used_are_rejected(name):
     choice, kind, match = BAD[name]
 
     async def test(url):
@@ -272,7 +272,7 @@ FATES = st.tuples(st.sampled_from(["ok", "busy", "cancel", "fewer", "more"]), st
 
 
 @given(st.lists(FATES, min_size=1, max_size=40), st.integers(1, 6))
-def test_places_are_never_lost_nor_given_twice(fates, start):
+def test_places_are_never_lost_nor_assigned_twice(fates, start):
     limit = AdaptiveLimit(start=start, most=8)
 
     async def visit(fate, places):

@@ -154,7 +154,7 @@ def record() -> StepRecord:
 # --- a custom loss, everywhere ----------------------------------------------------------------------------------------
 
 
-def test_a_run_with_functions_of_ones_own_from_the_command_line(desk, capsys):
+def test_a_run_with_custom_functions_from_the_command_line(desk, capsys):
     "Reward, loss and advantage by name; replay and resume know them, and say when the source is another."
     own = ["--rewards", "my_functions:uneven", "--policy-loss", "my_functions:doubled"]
     own += ["--advantage-fn", "my_functions:centred", "--log-path", "run"]
@@ -330,7 +330,7 @@ def test_losses_that_share_a_name_are_kept_apart(desk, record):
     ]
 
 
-def test_knobs_are_those_that_were_declared(desk, record):
+def test_parameters_are_those_that_were_declared(desk, record):
     with pytest.raises(
         LossError, match=r"eps_clip: got none\. Give your loss a default: a parameter"
     ):

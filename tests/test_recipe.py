@@ -200,7 +200,7 @@ def test_held_out_rows_are_no_training_rows(tmp_path):
     assert (len(problem.rows), [row.answer for row in problem.eval_rows]) == (7, list("789"))
 
 
-def test_a_service_without_a_key_is_refused_before_anything_is_sent():
+def test_a_service_without_a_key_is_rejected_before_anything_is_sent():
     deployment = DeployConfig(tokenizer_model="tiny")
     fireworks = Config(
         **SMALL_RUN, base_model="accounts/fireworks/models/qwen3-8b", deployment=deployment
@@ -232,7 +232,7 @@ def test_a_backend_that_is_passed_stays_open():
 # --- records, trackers, evaluation ----------------------------------------------------------------------------------
 
 
-def test_records_go_to_whoever_listens(tmp_path):
+def test_records_go_to_every_listener(tmp_path):
     heard: list[StepRecord] = []
     lines: list[str] = []
     cfg = Config(**SMALL_RUN, log_path=str(tmp_path / "run"))
@@ -326,7 +326,7 @@ def test_weights_that_were_spoiled_between_steps_are_not_saved(tmp_path):
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["a run folder", "rows of a script"])
-def test_a_stop_is_said_with_what_is_saved(given, tmp_path, monkeypatch):
+def test_a_stop_is_reported_with_what_is_saved(given, tmp_path, monkeypatch):
     from rl_notebook.loop.loop import GRPOLoop
 
     sample = GRPOLoop.sample
@@ -430,7 +430,7 @@ PERF += (
 
 
 @pytest.mark.parametrize("recipe", [rl_loop, async_rl_loop])
-def test_a_run_with_rows_of_its_own_is_replayed_with_them_and_says_who_waited(
+def test_a_run_with_its_rows_is_replayed_with_them_and_says_which_rows_waited(
     recipe, tmp_path, capsys
 ):
     path = tmp_path / "run"
@@ -446,7 +446,7 @@ def test_a_run_with_rows_of_its_own_is_replayed_with_them_and_says_who_waited(
         assert command(["replay", str(path), "2"]) == 0, capsys.readouterr()
 
 
-def test_rows_without_answer_are_refused_only_where_a_reward_reads_it(tmp_path):
+def test_rows_without_answer_are_rejected_only_where_a_reward_reads_it(tmp_path):
     path = tmp_path / "countdown.jsonl"
     path.write_text(
         '{"question": "Make 98.", "target": 98, "nums": [44, 19, 35]}\n', encoding="utf-8"
@@ -462,7 +462,7 @@ def test_rows_without_answer_are_refused_only_where_a_reward_reads_it(tmp_path):
         load_problem(Config(dataset=str(path), rewards=("countdown", "gsm8k")))
 
 
-def test_a_resumed_run_notices_other_rows_and_goes_on_with_the_same_from_elsewhere(tmp_path):
+def test_a_resumed_run_notices_other_rows_and_continues_with_the_same_from_elsewhere(tmp_path):
     rows = [{"question": f"What is {i}+1?", "answer": str(i + 1)} for i in range(8)]
 
     def write(folder: Path, records: list[dict[str, str]]) -> Config:

@@ -287,7 +287,7 @@ def test_parts_that_do_not_fit_are_rejected(changes: dict, reason: str | None, r
         ("{", "["),
     ],
 )
-def test_a_damaged_line_costs_that_line_and_its_record_stands_in(
+def test_a_damaged_line_costs_that_line_and_its_record_replaces_it(
     flip: tuple[str, str], run: RunFolder
 ):
     run.log_metrics(1, {"eval/reward": 0.25})

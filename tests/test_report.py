@@ -81,7 +81,7 @@ def fallen(step: int) -> StepRecord:
     )
 
 
-def test_what_changed_stands_above_with_what_to_try(tmp_path: Path):
+def test_what_changed_is_shown_first_with_what_to_try(tmp_path: Path):
     run = RunFolder.create(tmp_path / "sums", CONFIG)
     known = Known()
     for step in range(1, 16):
@@ -303,7 +303,7 @@ def test_a_run_is_called_what_its_folder_shows(tmp_path: Path):
     assert run_status(slow, age(slow, 600)).state == "running"
 
 
-def test_a_page_that_is_no_longer_followed_stands_still(tmp_path: Path):
+def test_a_page_that_is_no_longer_followed_does_not_change(tmp_path: Path):
     run = growing(tmp_path / "run")
     out = tmp_path / "page.html"
 

@@ -183,7 +183,7 @@ def test_countdown_reads_numbers_however_a_row_holds_them(made):
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "gsm8k_strict", "format", "gsm8k_format", "countdown"])
-def test_whatever_an_answer_or_a_row_holds_it_is_graded_at_once(name):
+def test_whatever_a_completion_or_a_row_holds_is_scored_at_once(name):
     begin = time.process_time()
     for wrap in ("<answer>{}</answer>", "\\boxed{{{}}}", "#### {}"):
         for size in map(wrap.format, SIZES):
@@ -268,7 +268,7 @@ def test_a_function_without_parameters_is_shown_what_it_is_called_with():
     )
 
 
-def test_trls_own_functions_work_unchanged():
+def test_functions_of_trl_work_unchanged():
     rewards = pytest.importorskip("trl.rewards")
     pytest.importorskip("math_verify")
     texts = ["<think>\nhm\n</think>\nSo \\boxed{72}.", "\\boxed{71}"]
@@ -307,7 +307,7 @@ def test_verl_float_and_dict():
     assert values(lambda solution_str, ground_truth: 0.5, row=row) == [0.5, 0.5]
 
 
-def test_verifiers_gets_what_its_own_caller_passes():
+def test_verifiers_gets_what_its_usual_caller_passes():
     row = make_row({"question": "q", "answer": "72", "info": '{"unit": "clips"}', "task": "gsm8k"})
 
     def by_state(state):

@@ -129,7 +129,7 @@ def test_a_lost_connection_is_tried_again_and_then_the_sample_is_lost(error):
     assert len(run_rollouts(fails).dropped) == 1
 
 
-def test_a_refusal_of_a_backend_is_lost_at_once_since_it_made_its_own_tries():
+def test_an_error_of_a_backend_loses_the_sample_at_once_since_the_backend_retried():
     calls = []
 
     async def fails(sample_prompt, rollout_index):

@@ -86,7 +86,7 @@ def test_a_share_is_rounded_up_as_transformers_rounds_it():
         ({"lr_scheduler_type": "linear", "warmup_ratio": 1.5}, "at most 1"),
     ],
 )
-def test_what_would_be_ignored_is_refused(given, match):
+def test_what_would_be_ignored_is_rejected(given, match):
     with pytest.raises(ConfigError, match=match):
         Config(**given)
 

@@ -243,7 +243,7 @@ def test_functions_of_cells_come_with_their_source(kernel):
     assert_same(there, list(Run.open(folder / "here")))
 
 
-def test_what_only_the_kernel_knows_is_refused_in_words(kernel):
+def test_what_only_the_kernel_knows_is_rejected_in_words(kernel):
     folder, printed = kernel
     for (name, (_, expected)), words in zip(
         REFUSED.items(), printed[len(CELLS) + 5 :: 2], strict=True
@@ -300,7 +300,7 @@ def test_the_config_is_that_of_the_loop_as_it_is_now():
     assert (cfg.learning_rate, cfg.seed, cfg.max_rows, cfg.eval_rows) == (2e-3, 3, 8, 0)
 
 
-def test_a_length_that_nobody_chose_fits_the_model():
+def test_a_default_length_fits_the_model():
     cfg = Config(
         prompt_groups_per_step=2, completions_per_prompt=2, max_completion_tokens=6, kl_beta=0
     )
@@ -339,7 +339,7 @@ def test_the_settings_of_a_script_name_the_file_that_has_its_rows(tmp_path):
 # --- a script ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_somebody_else_is_left_alone(tmp_path):
+def test_a_file_of_another_program_is_left_alone(tmp_path):
     loop = grpo_loop(toy_reward, rows=[{"prompt": "1+1=", "answer": "2"}])
     for name in ("run.py", "run.yaml", "run.rows.jsonl"):
         (tmp_path / name).write_text("mine\n")

@@ -415,7 +415,7 @@ if find_spec("llguidance"):  # of the extra `structured`
     REFUSED.append(({"response_format": schema}, "Unimplemented keys"))
 
 
-def test_what_is_not_done_is_refused_by_name() -> None:
+def test_what_is_not_done_is_rejected_by_name() -> None:
     async def play() -> None:
         async with served() as (server, watched, _backend):
             with server.rollout() as rollout:
@@ -622,7 +622,7 @@ def test_the_responses_api_plays_the_same_conversation() -> None:
     asyncio.run(play())
 
 
-def test_a_conversation_that_has_grown_too_long_is_refused_and_kept() -> None:
+def test_a_conversation_that_has_grown_too_long_is_rejected_and_kept() -> None:
     async def play() -> None:
         async with served(max_seq_len=64) as (server, watched, _backend):
             with server.rollout() as rollout, pytest.raises(openai.BadRequestError) as caught:
@@ -664,7 +664,7 @@ def test_a_client_that_hangs_up_has_never_asked() -> None:
     asyncio.run(play())
 
 
-def test_a_server_that_ends_lets_nobody_wait() -> None:
+def test_a_server_that_ends_lets_no_request_wait() -> None:
     async def play() -> None:
         async with served() as (server, watched, _backend):
             watched.gate = asyncio.Event()
@@ -771,7 +771,7 @@ def test_a_lost_backend_loses_the_sample_and_a_bug_is_an_error() -> None:
     asyncio.run(play())
 
 
-def test_rollouts_beside_training_and_a_branch() -> None:
+def test_asynchronous_rollouts_and_a_branch() -> None:
     async def play() -> None:
         servers: list[Any] = []
         loop, backend = loop_of(

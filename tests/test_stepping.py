@@ -163,7 +163,7 @@ def test_a_loop_that_comes_between_backward_and_update_of_another_drops_its_grad
     run(main())
 
 
-def test_a_loop_that_a_step_of_another_asks_for_a_step_is_refused_and_does_not_wait_for_itself():
+def test_a_step_inside_a_step_of_another_loop_is_rejected_and_does_not_wait_for_itself():
     async def main():
         one, other = two_over_one()
 
@@ -353,7 +353,7 @@ FIXED = [
 ]
 
 
-def test_what_cannot_change_is_refused_by_name_and_nothing_is_changed():
+def test_what_cannot_change_is_rejected_by_name_and_nothing_is_changed():
     loop = make_loop(rows=6)
     before = loop.cfg
     for settings, message in FIXED:
@@ -371,7 +371,7 @@ IMPOSSIBLE = [
 ]
 
 
-def test_what_the_backend_or_the_loop_refuses_is_refused_when_it_is_asked_for():
+def test_what_the_backend_or_the_loop_rejects_is_rejected_when_it_is_asked_for():
     async def main():
         loop = make_loop(rows=12, keep=ALL)
         await up_to(loop, "sync")
@@ -413,7 +413,7 @@ def test_another_limit_of_completions_in_flight_holds_from_the_next_sample_on():
     run(main())
 
 
-def test_what_rows_beside_training_depend_on_is_refused_and_the_rate_is_not():
+def test_a_change_that_asynchronous_rows_depend_on_is_rejected_and_the_rate_is_not():
     async def main():
         loop = begin(rows=20, reward=LENGTH)
         for setting in (
@@ -454,7 +454,7 @@ def test_seek_replay_and_resume_know_what_was_changed(tmp_path):
     run(main())
 
 
-def test_a_resumed_run_goes_on_with_what_was_changed(tmp_path):
+def test_a_resumed_run_continues_with_the_changed_settings(tmp_path):
     cfg = Config(
         **SMALL_RUN
         | {"log_path": str(tmp_path / "run"), "max_rows": 12, "steps": 3, "learning_rate": 1e-4}

@@ -63,7 +63,7 @@ def test_every_prompt_of_a_run_is_rendered_so(backend, config):
     assert backend.tokenizer.chat_template != THINKER
 
 
-def test_later_turns_and_rollouts_of_your_own_are_rendered_so(backend, config):
+def test_later_turns_and_custom_rollouts_are_rendered_so(backend, config):
     setup = rollout_setup(backend, config)
     (row,) = load_rows(rln.toy_rows(1))
     talk = start_conversation(setup.tokenizer, row)

@@ -273,7 +273,7 @@ def test_two_branches_give_what_each_gives_alone():
     run(main())
 
 
-def test_a_branch_keeps_the_batch_and_grades_it_anew_with_another_reward():
+def test_a_branch_keeps_the_batch_and_scores_it_again_with_another_reward():
     async def main():
         loop = await begun()
         branch = await loop.branch(reward=lambda text: -float(len(text)))
@@ -301,7 +301,7 @@ NO_BRANCH = [
 ]
 
 
-def test_what_a_branch_cannot_change_is_refused():
+def test_what_a_branch_cannot_change_is_rejected():
     async def main():
         loop = await begun()
         for changes, message in NO_BRANCH:
@@ -344,7 +344,7 @@ def test_places_from_which_no_branch_leaves_say_why():
     run(main())
 
 
-def test_a_turn_that_could_never_come_is_refused_and_costs_nothing():
+def test_a_turn_that_could_never_come_is_rejected_and_costs_nothing():
     async def main():
         loop = make_loop(reward=LENGTH, keep=ALL, weight_sync_interval=2, rows=12)
         branch = await loop.branch(kl_beta=0.5)
@@ -423,7 +423,7 @@ def runs(tmp_path_factory):
     return Runs()
 
 
-def test_seek_comes_to_the_weights_of_the_run_and_goes_on_as_it_did(runs):
+def test_seek_restores_the_weights_of_the_run_and_continues_as_it_did(runs):
     result = runs[0]
 
     async def main():
@@ -674,7 +674,7 @@ def test_a_step_that_is_not_there(runs):
     run(main())
 
 
-def test_a_loop_with_another_past_is_refused(runs):
+def test_a_loop_with_another_past_is_rejected(runs):
     result = runs[0]
 
     async def main():

@@ -423,7 +423,7 @@ def test_probes_and_conformance_of_a_right_service(service):
     run(test())
 
 
-def test_a_service_that_loads_into_fresh_models_alone_is_given_one(model, monkeypatch):
+def test_a_service_that_loads_only_into_fresh_models_gets_one(model, monkeypatch):
     "As SkyRL 0.4, whose models take a state before anything else or not at all."
     from rl_notebook.emulator import trainer as its
     from rl_notebook.emulator.service import start_emulator

@@ -170,7 +170,7 @@ def forget_the_architecture(folder):
         (lambda folder: (folder / "generation_config.json").write_text("[]"), "TypeError"),
     ],
 )
-def test_a_folder_that_cannot_be_loaded_whole_is_refused(tmp_path, change, says):
+def test_a_folder_that_cannot_be_loaded_whole_is_rejected(tmp_path, change, says):
     with pytest.raises(BackendError, match=says):
         models.load_model(broken(tmp_path, change))
 

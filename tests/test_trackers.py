@@ -177,7 +177,7 @@ def test_wandb_has_completions_as_a_table(wandb_offline, monkeypatch):
     assert SECRET.encode() not in everything(wandb_offline)
 
 
-def test_wandb_goes_on_with_the_same_run(wandb_offline):
+def test_wandb_continues_the_same_run(wandb_offline):
     ids = []
     for _ in range(2):
         (tracker,) = open_trackers(["wandb"], run_name=None, config={}, log_path=wandb_offline)
@@ -192,7 +192,7 @@ def test_wandb_goes_on_with_the_same_run(wandb_offline):
     assert other.run.id != ids[0]
 
 
-def test_wandb_refusing_a_key_does_not_repeat_it(wandb_offline, monkeypatch):
+def test_wandb_rejecting_a_key_does_not_repeat_it(wandb_offline, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "tooshort-but-secret")
     with pytest.raises(RecordError) as e:

@@ -96,7 +96,7 @@ def difference(
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_a_preset_is_its_trainers_own_loss(trainer: str) -> None:
+def test_a_preset_is_the_loss_of_its_trainer(trainer: str) -> None:
     cases = [c for c in GOLDEN["cases"] if c["trainer"] == trainer]
     results = []
     own = [*OWN.values()]

@@ -148,7 +148,7 @@ def test_a_run_on_disk_says_the_same(broken):
     assert watch_run(Run.open(folder)) == watch_run(records) != ()
 
 
-def test_nothing_is_said_that_later_steps_decide(broken):
+def test_nothing_is_reported_that_later_steps_decide(broken):
     records, _ = broken
     for trend in watch_run(records):
         at = next(i for i, r in enumerate(records) if r.step == trend.seen)

@@ -253,7 +253,7 @@ def test_a_run_continues_in_its_folder_from_a_checkpoint(shared: Any, tmp_path: 
         assert ours.tokens.tolist() == theirs.tokens.tolist()
 
 
-def test_groups_that_are_spread_over_processes_are_refused_before_anything_is_generated(
+def test_groups_that_are_spread_over_processes_are_rejected_before_anything_is_generated(
     tmp_path: Path,
 ):
     t = trainer(tmp_path)
@@ -367,7 +367,7 @@ def test_what_a_function_does_not_say_and_what_is_cut_off(tmp_path: Path):
     assert rln.xray(records[0])["completions"].fix.startswith("Raise max_completion_length, or")
 
 
-def test_a_rollout_of_ones_own_brings_sampler_logprobs_and_turns(tmp_path: Path):
+def test_a_custom_rollout_brings_sampler_logprobs_and_turns(tmp_path: Path):
     "Tokens of the environment between two turns are not the policy's."
 
     def rollout(prompts: list, t: Any) -> dict:
@@ -420,7 +420,7 @@ class CallsTools(GRPOTrainer):
         return self.scored
 
 
-def test_what_a_tool_answered_is_masked_as_trl_masks_it(tmp_path: Path):
+def test_a_reply_of_a_tool_is_masked_as_trl_masks_it(tmp_path: Path):
     def add(a: int, b: int) -> str:
         "Add.\n\nArgs:\n    a: One.\n    b: Another."
         return str(a + b)
@@ -553,7 +553,7 @@ class Own(GRPOTrainer):
         return 2 * super()._compute_loss(model, inputs)
 
 
-def test_a_loss_of_ones_own_an_adapter_and_half_precision(tmp_path: Path):
+def test_a_custom_loss_an_adapter_and_half_precision(tmp_path: Path):
     from peft import LoraConfig
 
     adapter = LoraConfig(r=4, target_modules="all-linear")
@@ -603,7 +603,7 @@ def test_every_sentence_is_in_the_words_of_trl():
             assert not ours & {*re.findall(r"\w+", text)}, text
 
 
-def test_what_cannot_be_watched_is_refused_before_it_trains(tmp_path: Path):
+def test_what_cannot_be_watched_is_rejected_before_it_trains(tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"got list without _generate; expected a trl\.GRPOTrainer"
     ):

@@ -328,7 +328,7 @@ def test_groups_come_alive_and_die():
     assert lab.samples.sign.tolist()[:4] == ["0 → +", "0 → +", "0 → −", "0 → −"]
 
 
-def test_unscorable_answers_leave_their_group(record):
+def test_unscorable_completions_leave_their_group(record):
     lab = reward_lab(record, lambda text: None if "####" not in text else float(len(text)))
     gone = ["####" not in s.text for g in record.groups for s in g.samples]
     assert any(gone)

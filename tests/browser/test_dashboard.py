@@ -271,7 +271,7 @@ def test_it_works_while_a_cell_awaits_the_loop(notebook: Notebook, board: Locato
     assert before + 2 <= notebook.ask("place()[0]") < before + 400
 
 
-def test_an_error_is_shown_and_the_loop_stands_where_it_stood(notebook: Notebook, board: Locator):
+def test_an_error_is_shown_and_the_loop_is_where_it_was(notebook: Notebook, board: Locator):
     notebook.ask("failing.append(1)")
     press(board, "play")
     error = board.locator(".rld-error")

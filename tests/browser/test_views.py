@@ -90,7 +90,7 @@ def agree(inspector: Locator, index: int, target: int) -> None:
         ), (name, target)
 
 
-def test_the_cause_stands_above_and_the_prompt_is_folded(inspector: Locator):
+def test_the_cause_is_shown_first_and_the_prompt_is_folded(inspector: Locator):
     text = inspector.locator(".rlt-verdict").inner_text()
     for words in (VERDICT["text"], VERDICT["more"], "step 3 · sampler version"):
         assert words in text

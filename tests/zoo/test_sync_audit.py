@@ -104,7 +104,7 @@ SERVERS = {  # world, what is wrong with it, whether the weights arrived, words
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_servers_of_somebody_else(name: str) -> None:
+def test_servers_of_other_makers(name: str) -> None:
     world, fault, ok, words = SERVERS[name]
 
     async def run() -> None:
@@ -165,7 +165,7 @@ def test_a_window_is_judged_by_the_record_after_it() -> None:
     asyncio.run(run())
 
 
-def test_a_step_that_is_undone_is_judged_anew() -> None:
+def test_a_step_that_is_undone_is_checked_again() -> None:
     async def run() -> None:
         loop = loop_on(local())
         await loop.step()
@@ -192,7 +192,7 @@ def test_it_can_be_left_out_and_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("well", [0, 1])
-def test_nothing_that_a_sampler_answers_loses_an_update_or_a_sync(well: int) -> None:
+def test_no_reply_of_a_sampler_loses_an_update_or_a_sync(well: int) -> None:
     "One that cannot score is asked once; one that falls silent after the sync, again in the next step."
 
     async def run() -> None:
