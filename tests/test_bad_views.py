@@ -384,7 +384,7 @@ EXPECTED = {
         {"step charts": "[[null, null,", "tokens": "reward nan", "report": '"reward": null'},
     ),
     "nothing trained": Expected(
-        "✗ signal: all 8 groups are dead", (*GRADIENT, "doctor"), "all 8 groups had equal rewards",
+        "✗ signal: none of the 8 groups has a signal", (*GRADIENT, "doctor"), "all 8 groups had equal rewards",
         {"sentence": "Nothing was trained.", "tokens": "not trained: all 8 groups had equal rewards"},
     ),
     "no completions": Expected(

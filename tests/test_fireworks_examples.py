@@ -176,7 +176,7 @@ def test_recipe(emulator: RunningEmulator, tmp_path: Path):
     verdicts = re.findall(r"^step \d+ · reward (\S+) .*$", outcome.output, re.MULTILINE)
     assert len(verdicts) == 3
     assert all(math.isfinite(float(reward)) for reward in verdicts)
-    trained = outcome.output.count("live 1/1 groups")
+    trained = outcome.output.count("groups with signal 1/1")
     assert trained >= 2
     check_training(outcome, steps=trained, syncs=trained)
     kept = b"".join(f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file())

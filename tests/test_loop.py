@@ -202,7 +202,7 @@ def test_a_step_with_nothing_to_learn_is_a_normal_outcome():
         before = weights(loop)
         record = await loop.step()
         assert not record.trained
-        assert "all 3 groups are dead" in record.reason
+        assert "none of the 3 groups has a signal" in record.reason
         assert same(before, weights(loop))
         assert loop.policy_version == 0
         assert record.metrics["frac_reward_zero_std"] == 1.0
@@ -221,7 +221,7 @@ def test_a_reward_that_does_not_read_the_text_is_asked_about_and_one_that_is_sil
         )
         one = make_loop(reward=lambda text: 0.0, prompt_groups_per_step=1)
         assert (
-            "the only group is dead: every completion earned the same reward (0)"
+            "the only group has no signal: every completion earned the same reward (0)"
             in (await one.step()).reason
         )
         with pytest.raises(

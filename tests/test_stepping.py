@@ -41,7 +41,7 @@ def test_a_run_prints_each_verdict_once_with_the_checks_that_failed_and_says_why
         assert [output.count(r.verdict) for r in records] == [1, 1]
         assert "✗ signal" not in output  # all earn the most
         assert all(
-            r.verdict in line and "all 3 groups are dead" in line
+            r.verdict in line and "none of the 3 groups has a signal" in line
             for r, line in zip(records, output.split("\n"))
         )
         assert (

@@ -307,7 +307,7 @@ def test_two_graders_on_the_same_completions(record):
         reward_lab(rows, length_reward)
 
 
-def test_groups_come_alive_and_die():
+def test_groups_gain_and_lose_their_signal():
     rng = np.random.default_rng(1)
     dead = prompt_group(rng, 0, 1.0, 4)
     dead = replace(dead, samples=tuple(replace(s, reward=1.0) for s in dead.samples))
@@ -323,8 +323,8 @@ def test_groups_come_alive_and_die():
     )
     record = StepRecord(1, with_advantages([dead, live]))
     lab = reward_lab(record, length_reward)
-    assert list(lab.groups.signal) == ["comes alive", "dies"]
-    assert (lab.summary["dead_before"], lab.summary["dead_after"]) == (0.5, 0.5)
+    assert list(lab.groups.signal) == ["gained", "lost"]
+    assert (lab.summary["no_signal_before"], lab.summary["no_signal_after"]) == (0.5, 0.5)
     assert lab.samples.sign.tolist()[:4] == ["0 → +", "0 → +", "0 → −", "0 → −"]
 
 
@@ -337,7 +337,7 @@ def test_unscorable_completions_leave_their_group(record):
     assert lab.summary["unscorable"] == sum(gone)
     everything = reward_lab(record, lambda text: None)
     assert everything.summary["unscorable"] == len(gone)
-    assert everything.summary["dead_after"] == 1.0
+    assert everything.summary["no_signal_after"] == 1.0
 
 
 def test_a_misbehaving_reward_is_named(record):

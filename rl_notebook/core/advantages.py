@@ -233,11 +233,11 @@ def _of_runs(group: PromptGroup, advantages: np.ndarray) -> PromptGroup:  # one 
 def keep_signal(
     groups: Sequence[PromptGroup],  # graded groups
     tolerance: float = STD_TOLERANCE,  # in units of reward
-) -> tuple[list[PromptGroup], list[PromptGroup]]:  # (live, dead)
+) -> tuple[list[PromptGroup], list[PromptGroup]]:  # (with signal, without)
     "Split groups into those that can teach something and those that cannot."
-    dead = [has_no_signal(g.rewards, tolerance) for g in groups]
-    return [g for g, d in zip(groups, dead, strict=True) if not d], [
-        g for g, d in zip(groups, dead, strict=True) if d
+    no_signal = [has_no_signal(g.rewards, tolerance) for g in groups]
+    return [g for g, d in zip(groups, no_signal, strict=True) if not d], [
+        g for g, d in zip(groups, no_signal, strict=True) if d
     ]
 
 # %% ../../nbs/core/06_advantages.ipynb #9e868dea

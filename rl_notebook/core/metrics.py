@@ -56,7 +56,7 @@ def dead_marks(groups: Sequence[PromptGroup]) -> list[str]:
 
 # %% ../../nbs/core/11_metrics.ipynb #c60411dc
 def reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
-    "Mean, standard deviation and dead share of the rewards of a step, in total and per reward function."
+    "Mean, standard deviation and zero-variance share of the rewards of a step, in total and per reward function."
     rewards = [r for r in map(known_rewards, groups) if len(r)]
     ends = Counter(dead_marks(groups))
     out = {
@@ -172,7 +172,7 @@ def merge_metrics(*parts: Mapping[str, float]) -> dict[str, float]:
 
 # %% ../../nbs/core/11_metrics.ipynb #d41ffcfa
 def step_metrics(
-    groups: Sequence[PromptGroup],  # all groups of the step, dead ones included
+    groups: Sequence[PromptGroup],  # all groups of the step, with and without signal
     datums: Sequence[Datum],  # those that were trained
     loss: LossOutput | None = None,  # None when there was nothing to train
     optim: Mapping[str, float] | None = None,  # as the optimizer step reported them

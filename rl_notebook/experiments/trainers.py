@@ -69,7 +69,7 @@ BASE = asdict(LossOptions(policy_loss="ppo", eps_clip=0.2)) | COMPARISON_SETTING
 BASE |= {"advantage_scale": "std", "ddof": 1, "advantage_eps": 1e-8}
 _COUNTED = {
     "all": "of all groups",
-    "live": "of groups with signal",
+    "has_signal": "of groups with signal",
     "nonzero": "of completions with an advantage",
 }
 _PULL = {"kl_beta": 2e-3, "kl_estimator": "k2", "kl_to": "sampler"}  # 0.001 (p - b)^2
@@ -83,7 +83,7 @@ TRAINERS: Mapping[str, Mapping[str, Any]] = {
     "prime-rl": _SAMPLER | _PULL | {"counted": "nonzero", "dppo_mask": 0.2},
     "SkyRL": {"advantage_eps": 1e-6, "kl_beta": 1e-3, "kl_aggregation": "sequence_mean"},
     "tinker-cookbook": _SAMPLER | {"aggregation": "sum"},
-    "Fireworks": {"aggregation": "sum", "counted": "live", "tis": "token", "kl_beta": 1e-3},
+    "Fireworks": {"aggregation": "sum", "counted": "has_signal", "tis": "token", "kl_beta": 1e-3},
 }
 
 NOT_HERE: Mapping[str, str] = {  # what a trainer does by default and no term of ours says
@@ -127,11 +127,15 @@ def find_zero_variance_groups(batch: FrozenBatch) -> set[int]:
 def recorded_settings(batch: FrozenBatch) -> dict[str, Any]:
     "Every setting of the step itself; `advantage_scale` is None if its advantages follow no known rule."
     o = LossOptions(**batch.options)
-    dead = find_zero_variance_groups(batch)
+    zero_variance = find_zero_variance_groups(batch)
     rule = dict(
         zip(TERMS["advantage"], recorded_scale(batch.groups) or (None, 1, 0.0), strict=True)
     )
-    counted = "live" if dead and not dead & {d.group for d in batch.datums} else "all"
+    counted = (
+        "has_signal"
+        if zero_variance and not zero_variance & {d.group for d in batch.datums}
+        else "all"
+    )
     return (
         asdict(o)
         | {k: o.param(k) for k in SURROGATE_PARAM_NAMES}
@@ -274,10 +278,10 @@ def list_term_changes(
 def adapt_datums(batch: FrozenBatch, variant: Variant, s: Mapping[str, Any]) -> tuple[Datum, ...]:
     "The datums of a variant, with what a trainer masks, leaves out and pulls to."
     counted = s.get("counted", "all")
-    dead = find_zero_variance_groups(batch)
+    zero_variance = find_zero_variance_groups(batch)
     out = []
     for d, p in zip(apply_advantages(batch, variant), batch.policy_logprobs, strict=True):
-        if (counted == "live" and d.group in dead) or (
+        if (counted == "has_signal" and d.group in zero_variance) or (
             counted == "nonzero" and not np.any(d.advantage)
         ):
             d = replace(d, weights=np.zeros_like(d.weights))
@@ -431,10 +435,10 @@ def explain_difference(
     "A trainer's loss on a batch, a row per term that differs, and what could not be compared."
     recorded = recorded_settings(batch)
     missing = list_missing_terms(batch, theirs)
-    dead = find_zero_variance_groups(batch)
+    zero_variance = find_zero_variance_groups(batch)
     kept = {k: recorded[k] for term in missing for k in TERMS[term] if k != "policy_loss"}
     theirs = {**theirs, **kept} | (
-        {} if dead or theirs["counted"] != "live" else {"counted": "all"}
+        {} if zero_variance or theirs["counted"] != "has_signal" else {"counted": "all"}
     )
     steps = list(list_term_changes(recorded, theirs))
     steps = (
@@ -459,7 +463,7 @@ def explain_difference(
         f"{term}, which stays as recorded: the record lacks {what}"
         for term, what in missing.items()
     ]
-    gone = theirs["counted"] == "all" and dead - {d.group for d in batch.datums}
+    gone = theirs["counted"] == "all" and zero_variance - {d.group for d in batch.datums}
     size = theirs["micro_batch"]
     if gone and theirs["kl_beta"]:
         notes += ["KL of groups that were dropped before training"]

@@ -565,9 +565,9 @@ class RewardLab:
         "The comparison in one line."
         s = self.summary
         parts = [f"mean reward {s['mean_before']:.3f} → {s['mean_after']:.3f}"]
-        parts += [f"dead groups {s['dead_before']:.0%} → {s['dead_after']:.0%}"]
+        parts += [f"groups without signal {s['no_signal_before']:.0%} → {s['no_signal_after']:.0%}"]
         parts += [
-            f"{s['come_alive']:.0f} come alive, {s['die']:.0f} die; {s['sign_flips']:.0f} advantages change sign"
+            f"{s['gained_signal']:.0f} gain a signal, {s['lost_signal']:.0f} lose it; {s['sign_flips']:.0f} advantages change sign"
         ]
         parts += [
             f"{s['equal']:.0%} of rewards equal, rank correlation within groups {s['rank_correlation']:.2f}"
@@ -678,10 +678,10 @@ def compare_group(
 
 # %% ../../nbs/experiments/00_whatif.ipynb #3335ce5d
 _SIGNAL = {
-    (True, False): "comes alive",
-    (False, True): "dies",
-    (True, True): "dead",
-    (False, False): "alive",
+    (True, False): "gained",
+    (False, True): "lost",
+    (True, True): "no",
+    (False, False): "yes",
 }
 
 
@@ -716,10 +716,10 @@ def summarize_lab(
     return {
         "mean_before": mean("reward"),
         "mean_after": mean("new_reward"),
-        "dead_before": share("dead", "comes alive"),
-        "dead_after": share("dead", "dies"),
-        "come_alive": share("comes alive") * len(rows),
-        "die": share("dies") * len(rows),
+        "no_signal_before": share("no", "gained"),
+        "no_signal_after": share("no", "lost"),
+        "gained_signal": share("gained") * len(rows),
+        "lost_signal": share("lost") * len(rows),
         **{name: total(name) for name in ("swapped_pairs", "sign_flips", "unscorable")},
         "equal": float(
             np.mean(np.concatenate([np.isclose(c["reward"], c["new_reward"]) for c in samples]))

@@ -268,13 +268,15 @@ def zero_variance_grew(history: RunHistory, t: int) -> Change | None:
     now = float(means[-1])
     if now < 0.75 or now - best < 0.3 or np.median(share[-5:]) < 0.75:
         return None
-    dead = [
+    no_signal = [
         g
         for i in indices[-5:]
         for g in history.records[i].groups
         if len(g.samples) and has_no_signal(g.rewards)
     ]
-    solved = float(np.mean([g.rewards[0] > history.middle(t) for g in dead])) if dead else 0.0
+    solved = (
+        float(np.mean([g.rewards[0] > history.middle(t) for g in no_signal])) if no_signal else 0.0
+    )
     if solved > 0.5:
         return None
     begins = min(np.flatnonzero(share <= (best + now) / 2)[-1] + 1, len(indices) - 1)
@@ -368,7 +370,7 @@ def ledger(
     records: Iterable[StepRecord],  # of a run, or one
     k: int | None = None,  # of pass@k; None = the samples of the largest group
 ) -> pd.DataFrame:  # one line a row of the data, most of the gradient first
-    """Visits, samples, what was solved, dead and repeated, and the shares of trained tokens and of the gradient, by row.
+    """Visits, samples, shares solved, without signal and repeated, and the shares of trained tokens and of the gradient, by row.
 
     Raises `DataError` for records without samples.
     """
@@ -387,7 +389,7 @@ def ledger(
                 "solved": int((g.rewards > middle).sum()),
             }
             line |= {
-                "dead": float(has_no_signal(g.rewards)),
+                "no_signal": float(has_no_signal(g.rewards)),
                 "repeated": len(samples) - len({s.text for s in g.samples}),
             }
             known = gradient or not record.datums
@@ -406,7 +408,7 @@ def ledger(
         table["solved"] / table["samples"],
         table["repeated"] / table["samples"],
     )
-    table["dead"] /= table["visits"]
+    table["no_signal"] /= table["visits"]
     for share in ("tokens", "gradient"):
         table[share] /= table[share].sum()
     return table.sort_values("gradient", ascending=False, kind="stable")

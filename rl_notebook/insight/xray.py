@@ -145,7 +145,7 @@ def signal_words(record: StepRecord) -> str:
     groups = record.groups
     trained = {d.group for d in record.datums}
     solved = solved_groups(record)
-    live = {g.index for g in groups if not has_no_signal(g.rewards)}
+    with_signal = {g.index for g in groups if not has_no_signal(g.rewards)}
     flat = [g for g in groups if has_no_signal(g.rewards)]
     known = [known_rewards(g) for g in flat]
     earned = Counter(
@@ -153,27 +153,31 @@ def signal_words(record: StepRecord) -> str:
     )
     same = ", ".join(f"{n} with {what}" for what, n in earned.most_common(3))
     counted = (
-        f"all {len(groups)}" if len(live) == len(groups) > 1 else f"{len(live)} of {len(groups)}"
+        f"all {len(groups)}"
+        if len(with_signal) == len(groups) > 1
+        else f"{len(with_signal)} of {len(groups)}"
     )
-    carry = f"{counted} groups {'carries' if len(live) == 1 else 'carry'} signal"
+    carry = f"{counted} groups {'carries' if len(with_signal) == 1 else 'carry'} signal"
     if not any(g.samples for g in groups):
         words = "no completion was graded"
     elif 2 * len(solved) > len(groups):
         most = f"{known_rewards(solved[0])[0]:g}, the most in this step: solved, or no completion did better"
         words = f"{len(solved)} of {len(groups)} groups have the same reward {most}"
-    elif not live:
+    elif not with_signal:
         every = (
-            "the only group is dead" if len(groups) == 1 else f"all {len(groups)} groups are dead"
+            "the only group has no signal"
+            if len(groups) == 1
+            else f"none of the {len(groups)} groups has a signal"
         )
         words = f"{every} ({same}), so no completion was better than its siblings"
     else:
-        words = carry if 2 * len(live) >= len(groups) else f"only {carry} ({same})"
-    lost = len(live - trained) if record.trained and record.datums else 0
-    dead = len(trained & {g.index for g in groups} - live)
+        words = carry if 2 * len(with_signal) >= len(groups) else f"only {carry} ({same})"
+    lost = len(with_signal - trained) if record.trained and record.datums else 0
+    no_signal = len(trained & {g.index for g in groups} - with_signal)
     if lost:
         words += f"; {lost} of them left out by the filter"
-    if dead:
-        words += f"; {dead} without signal trained all the same, with advantage 0"
+    if no_signal:
+        words += f"; {no_signal} without signal trained all the same, with advantage 0"
     return words
 
 # %% ../../nbs/insight/00_xray.ipynb #97f4770d
@@ -522,13 +526,13 @@ def unread_words(record: StepRecord) -> str:
 
 def check_signal(record: StepRecord) -> Finding:
     "Some group has completions that differ in reward."
-    dead = sum(has_no_signal(g.rewards) for g in record.groups)
+    no_signal = sum(has_no_signal(g.rewards) for g in record.groups)
     solved = len(solved_groups(record))
     if not record.groups or all(s.reward is None for g in record.groups for s in g.samples):
         known = "the answers were given" if record.is_supervised else "no rewards are recorded"
         text = known if record.groups else "the record holds no groups"
         return Finding("signal", None, text, notable=True)
-    if 2 * dead <= len(record.groups) or record.options.get("teacher_coeff"):
+    if 2 * no_signal <= len(record.groups) or record.options.get("teacher_coeff"):
         return Finding("signal", True, signal_words(record), notable=True)
     if 2 * solved > len(record.groups):
         unread = ", or a reward that reads the text" if unread_words(record) else ""
@@ -584,12 +588,12 @@ def within_groups(
     groups: Iterable[PromptGroup], values: Callable[[PromptGroup], Any]
 ) -> np.ndarray:  # (samples,)
     "What a function gives for the samples of each group with signal, less its mean in the group."
-    live = [
+    with_signal = [
         np.asarray(values(g), np.float64)
         for g in groups
         if g.advantages is not None and not has_no_signal(g.rewards)
     ]
-    return np.concatenate([v - v.mean() for v in live]) if live else np.zeros(0)
+    return np.concatenate([v - v.mean() for v in with_signal]) if with_signal else np.zeros(0)
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -651,12 +655,14 @@ def check_advantages(record: StepRecord) -> Finding:
             expected="a positive correlation",
             notable=True,
         )
-    live = [g.index for g in record.groups if g.index in by_group and not has_no_signal(g.rewards)]
+    with_signal = [
+        g.index for g in record.groups if g.index in by_group and not has_no_signal(g.rewards)
+    ]
     uncentred_groups = [
-        i for i in live if abs(by_group[i].sum()) > 1e-3 * np.abs(by_group[i]).sum()
+        i for i in with_signal if abs(by_group[i].sum()) > 1e-3 * np.abs(by_group[i]).sum()
     ]
     if custom_function and uncentred_groups:
-        where = f"in {len(uncentred_groups)} of {len(live)} groups with signal"
+        where = f"in {len(uncentred_groups)} of {len(with_signal)} groups with signal"
         text = f"advantages are not centred: those of the advantage_fn do not sum to 0 {where}"
         got = short(by_group[uncentred_groups[0]].sum())
         return check(
@@ -1208,10 +1214,10 @@ def sentence(
     failed = failed_words(record, previous)
     out = [f"✗ {'; '.join(failed)}"] if failed else []
     if record.reason:
-        dead = any(g.samples for g in record.groups) and all(
+        no_signal = any(g.samples for g in record.groups) and all(
             has_no_signal(g.rewards) for g in record.groups
         )
-        out.append("Nothing was trained" + ("" if dead else f": {record.reason}"))
+        out.append("Nothing was trained" + ("" if no_signal else f": {record.reason}"))
     out += [f"{c.text[0].upper()}{c.text[1:]}" for c in checks if c.notable and c.ok is not False]
     if not record.reason:
         out += [loss_words(record, previous)]

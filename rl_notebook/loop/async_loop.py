@@ -111,11 +111,11 @@ class AsyncGRPOLoop(GRPOLoop):
         self._return_batch()
         p = self._working_producer()
         with self.timed("sample"):
-            live = await p.batch(self.cfg.prompt_groups_per_step)
-            with kept(p, live):
+            arrived = await p.batch(self.cfg.prompt_groups_per_step)
+            with kept(p, arrived):
                 if self.cfg.synchronous_training:
                     await p.drain()
-        rows = [*in_order(live), *in_order(p.take_rejected())]
+        rows = [*in_order(arrived), *in_order(p.take_rejected())]
         if not rows:
             fix = "Raise epochs, or pass more rows."
             raise PhaseError("sample", got="no row", expected="rows in flight", fix=fix)

@@ -705,10 +705,10 @@ class GRPOLoop(Loop):
             return 0
         take = partial(next, iter(self.intake.upcoming(attempts * missing)), None)
 
-        def is_live(scored: ScoredGroup) -> bool:
+        def trains(scored: ScoredGroup) -> bool:
             return self.keep(self._compared_alone(scored.group))
 
-        async with self.produce(take, useful=is_live, groups_per_step=missing) as producer:
+        async with self.produce(take, useful=trains, groups_per_step=missing) as producer:
             with self.timed("refill"):
                 rows = [*await producer.batch(missing), *producer.take_rejected()]
         for _ in rows:
@@ -894,8 +894,8 @@ class GRPOLoop(Loop):
     async def _next_batch(self, source: Producer[ScoredGroup]) -> list[ScoredGroup]:
         "Wait for the groups of the next step of a window, those with signal first; none at the end."
         with self.timed("sample"):
-            live = await source.batch(self.cfg.prompt_groups_per_step)
-        return [row.value for row in (*live, *source.take_rejected())]
+            arrived = await source.batch(self.cfg.prompt_groups_per_step)
+        return [row.value for row in (*arrived, *source.take_rejected())]
 
     async def _sync_window(self) -> None:
         "The sync at the end of a window; warns where the weights did not arrive, which no record of it can say."

@@ -173,9 +173,9 @@ def nothing_to_learn(groups: Sequence[PromptGroup]) -> str:
     if kept_out:
         return f"none of {len(groups)} groups is trained on: the filter left out {kept_out} whose rewards differ"
     every = (
-        "the only group is dead"
+        "the only group has no signal"
         if len(groups) == 1
-        else f"all {len(groups)} groups are dead: within each"
+        else f"none of the {len(groups)} groups has a signal: within each"
     )
     parts = [f"{every}{':' if len(groups) == 1 else ','} every completion earned the same reward"]
     if values:

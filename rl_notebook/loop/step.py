@@ -213,7 +213,7 @@ def _group_row(g: PromptGroup) -> dict[str, Any]:
         "rewards": " ".join(number(float(r), ".3g") for r in g.rewards),
         "mean": float(g.rewards.mean()) if len(g.samples) else float("nan"),
         "dropped": len(g.dropped),
-        "signal": "dead" if has_no_signal(g.rewards) else "live",
+        "signal": "no" if has_no_signal(g.rewards) else "yes",
     }
     if g.advantages is not None:
         out["advantages"] = " ".join(number(float(a), "+.2f") for a in g.advantages)
@@ -223,9 +223,9 @@ def _group_row(g: PromptGroup) -> dict[str, Any]:
 def list_groups(groups: Sequence[PromptGroup]) -> PhaseResult[PromptGroup]:
     "Rewards, and advantages once there are any, group by group."
     rewards = [r for g in groups for r in g.rewards]
-    dead = sum(has_no_signal(g.rewards) for g in groups)
+    without_signal = sum(has_no_signal(g.rewards) for g in groups)
     mean = f"mean reward {np.mean(rewards):.3f}" if rewards else "no rewards"
-    headline = f"{len(rewards)} graded samples, {mean}, {dead} of {len(groups)} groups dead"
+    headline = f"{len(rewards)} graded samples, {mean}, {without_signal} of {len(groups)} groups without signal"
     has_advantages = any(g.advantages is not None for g in groups)
 
     def drawing():

@@ -116,8 +116,8 @@ class StepRecord:
                 f"warm-up on {len(self.groups)} answers, {m['warm_up/loss']:.4f} nats per token"
             )
         elif self.groups:
-            live = sum(not has_no_signal(g.rewards) for g in self.groups)
-            parts.append(f"live {live}/{len(self.groups)} groups")
+            with_signal = sum(not has_no_signal(g.rewards) for g in self.groups)
+            parts.append(f"groups with signal {with_signal}/{len(self.groups)}")
         parts += [f"update {m[name]:.1e}" for name in ("update_norm",) if name in m]
         return " · ".join(parts)
 

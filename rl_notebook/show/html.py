@@ -515,7 +515,7 @@ def _verdict(group: PromptGroup) -> str:
     if not len(r):
         return "no sample was graded"
     if has_no_signal(r):
-        return f"dead: all earned {number(float(r[0]))}"
+        return f"no signal: all earned {number(float(r[0]))}"
     return (
         f"{number(float(r.mean()), '.2f')} ± {number(float(r.std(ddof=min(1, len(r) - 1))), '.2f')}"
     )

@@ -464,7 +464,7 @@ class Screen:
         about = "How long to wait after each phase"
         width = {"width": "150px"}
         self.speed = ipywidgets.Dropdown(options=SPEEDS, value=0.0, tooltip=about, layout=width)
-        about = "Reward functions, dead groups, …"
+        about = "Reward functions, groups without signal, …"
         self.more = ipywidgets.ToggleButton(
             description="More charts", icon="chart-line", tooltip=about
         )
