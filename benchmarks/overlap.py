@@ -614,13 +614,17 @@ def main() -> None:
                 f"\n{name}; {args.steps} steps, times in training times\n{schedule_table(part)}",
                 flush=True,
             )
-    own = Setting(
+    real_setting = Setting(
         steps=args.real_steps, groups=4, completions=4, versions=1, latency=0.0, tokens=16
     )
     for name, measure in (("emulator", measure_emulator), ("local", measure_local)):
         if name in parts:
             real += asyncio.run(
-                measure(own, args.repeats, lambda line: print(line, file=sys.stderr, flush=True))
+                measure(
+                    real_setting,
+                    args.repeats,
+                    lambda line: print(line, file=sys.stderr, flush=True),
+                )
             )
     result = summary(virtual, real)
     if real:

@@ -624,14 +624,14 @@ def profile(setting: Setting, rows: int = 12) -> str:
         total = sum(e.self_cpu_time_total for e in seen.key_averages()) / 1e3
         if total > 1:
             lines.append(f"{phase}: {total:.0f} ms in operators")
-        own = [
+        slow_operators = [
             (e.key, e.count, e.self_cpu_time_total / 1e3)
             for e in results
             if e.self_cpu_time_total > 10 * total
         ]
         lines += [
             f"  {ms:>9.1f} ms {ms / total:>5.0%} {count:>7}  {name}"
-            for name, count, ms in own
+            for name, count, ms in slow_operators
             if total > 1
         ]
     side.close()

@@ -106,24 +106,26 @@ def says(named: str, change, learning: bool | None = None) -> Deviation:
     return Deviation(named, "run_pass", lambda run: lambda *a: answered(run, *a))
 
 
-def steps(named: str, before=None, after=None, **adam) -> Deviation:
+def steps(check: str, before=None, after=None, **adam) -> Deviation:
     "An update with other settings, after something was done to the gradients, or with them put back after it."
 
-    def stepped(run, learner, given, kind):
+    def stepped(run, learner, adam_params, kind):
         targets = learner.state.targets
         passes = learner.passes
         kept = [None if t.grad is None else t.grad.clone() for t in targets]
         before(learner) if before else None
-        scaled = {k: getattr(given, k) * v if k == "learning_rate" else v for k, v in adam.items()}
-        result = run(learner, replace(given, **scaled), kind)
+        scaled = {
+            k: getattr(adam_params, k) * v if k == "learning_rate" else v for k, v in adam.items()
+        }
+        result = run(learner, replace(adam_params, **scaled), kind)
         if after:
             for t, grad in zip(targets, kept, strict=True):
                 t.grad = grad
             learner.passes = passes
-            result = run(learner, given, kind) if after == "again" else result
+            result = run(learner, adam_params, kind) if after == "again" else result
         return result
 
-    return Deviation(named, "run_step", lambda run: lambda *a: stepped(run, *a))
+    return Deviation(check, "run_step", lambda run: lambda *a: stepped(run, *a))
 
 
 def forget_moments(learner):

@@ -373,7 +373,7 @@ def loss_batch(case: Case, options: dict[str, Any], **fields: Any) -> Batch:
 
 def surrogate_options(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     "The cookbook's settings of one loss in our words."
-    own = config.get(name, config)
+    options = config.get(name, config)
     match name:
         case "grpo":
             names = {"eps_clip": "eps_clip", "eps_clip_high": "eps_clip_high", "kl_beta": "kl_beta"}
@@ -399,7 +399,7 @@ def surrogate_options(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
             }
     return {
         "policy_loss": "ppo" if name == "grpo" else name,
-        **{ours: own[k] for k, ours in names.items() if k in own},
+        **{ours: options[k] for k, ours in names.items() if k in options},
     }
 
 
@@ -602,11 +602,11 @@ def trl_batch(case: Case) -> Batch:
         "beta": c["beta"],
         "use_bias_correction_kl": c["use_bias_correction_kl"],
     }
-    own = (loss_type,) if loss_type in ("sapo", "vespo") else ("epsilon", "delta")
+    prefixes = (loss_type,) if loss_type in ("sapo", "vespo") else ("epsilon", "delta")
     words |= {
         k: v
         for k, v in c.items()
-        if k.startswith(own) and (loss_type != "cispo" or k == "epsilon_high")
+        if k.startswith(prefixes) and (loss_type != "cispo" or k == "epsilon_high")
     }
     words |= {"off_policy_mask_threshold": c["off_policy_mask_threshold"]}
     if loss_type in CLIPPED_BY_TRL:
@@ -971,12 +971,12 @@ def alignment(case: Case) -> Outcome:
         assert_rejected(ours, reason[0])
         return AGREED if case.raises else Outcome((reason[1],))
     got = ours()
-    given = floats(series)[1:] if echoed and len(series) == n else floats(series)
+    returned = floats(series)[1:] if echoed and len(series) == n else floats(series)
     if case.raises:
-        assert len(series) == 0 or not np.isfinite(given[: p - 1]).all(), (
+        assert len(series) == 0 or not np.isfinite(returned[: p - 1]).all(), (
             "the other program rejects this, we do not"
         )
-        close(got, given if len(given) == n - 1 else np.full(n - 1, np.nan), "aligned")
+        close(got, returned if len(returned) == n - 1 else np.full(n - 1, np.nan), "aligned")
         return Outcome((NULL_IN_PROMPT if len(series) else NOTHING_SAMPLED,))
     want = floats(case.expected["aligned"])
     close(got[p - 1 :], want[p - 1 :], "aligned completion")
@@ -1151,11 +1151,11 @@ def asked_of(
 ) -> T:
     "What our sampler makes of one recorded response, which is all that its server ever says."
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    def respond(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json=response)
 
     async def main() -> T:
-        transport = httpx.MockTransport(answer)
+        transport = httpx.MockTransport(respond)
         sampler = OpenAISampler(
             "http://server", "m", None, dialect="fireworks", kind="both", transport=transport
         )
@@ -1454,7 +1454,8 @@ def sync_windows(case: Case) -> Outcome:
             )
             while batch := await window.batch(per_step):
                 live, dropped = [
-                    [row.value for row in found] for found in (batch, window.take_rejected())
+                    [row.value for row in collected]
+                    for collected in (batch, window.take_rejected())
                 ]
                 await asyncio.sleep(c["train_duration"])
                 events.append(

@@ -321,9 +321,10 @@ def prompt_group(case: Case) -> Outcome:
             assert has_no_signal(ours.rewards)
             return AGREED
     # custom advantages are set by hand
-    given = len(runs) == 1 or c.get("advantage_fn") == "identity"
+    sets_advantages = len(runs) == 1 or c.get("advantage_fn") == "identity"
     same_group(
-        replace(ours, advantages=ours.rewards) if given else with_advantages([ours])[0], group
+        replace(ours, advantages=ours.rewards) if sets_advantages else with_advantages([ours])[0],
+        group,
     )
     return Outcome((ALONE,)) if len(runs) == 1 else AGREED
 
@@ -602,8 +603,8 @@ def metrics_of_a_step(case: Case) -> Outcome:
     theirs = e["rollout/samples_completed"]
     assert count + len(lost) == theirs
     away = {"reward": sum(r for r, _ in lost), "completions/clipped_ratio": sum(t for _, t in lost)}
-    for name, own in NAMES.items():
-        close(ours[own] * count + away.get(own, 0.0), e[name] * theirs, name, EXACT)
+    for name, our_name in NAMES.items():
+        close(ours[our_name] * count + away.get(our_name, 0.0), e[name] * theirs, name, EXACT)
     assert ours["completions/max_length"] == e["rollout/response_len/max"]
     assert (0 if lost else ours["completions/min_length"]) == e["rollout/response_len/min"]
     if "rollout/entropy" in e:

@@ -203,8 +203,8 @@ class FaultyApp:
 
     def restart_trainer(self, path: str) -> None:
         "Let the trainer of a request forget its memory, if that is due."
-        prefix, found, call = path.partition("/api/v1/")
-        if not found:
+        prefix, separator, call = path.partition("/api/v1/")
+        if not separator:
             return
         if self.faults.inject("restart_trainer", path, counted=call not in UNCOUNTED):
             job = prefix.rsplit("/", 1)[-1]

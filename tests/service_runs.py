@@ -132,7 +132,7 @@ async def measured(cfg: Config, backend: Any, running: RunningEmulator, **option
         cfg, problem=problem(), backend=backend, on_record=[records.append], **silent, **options
     )
     datums = fixed_datums()
-    own = await backend.policy.forward(datums)
+    scored = await backend.policy.forward(datums)
     served = [await backend.sampler.logprobs(d.tokens) for d in datums]
 
     def flat(series):
@@ -140,7 +140,7 @@ async def measured(cfg: Config, backend: Any, running: RunningEmulator, **option
 
     trainer = policy_trainer(running, backend)
     inside = (*held(trainer, backend.policy.link.client.model_id), newest_snapshot(trainer))
-    return Outcome(result, records, flat(own), flat(served), backend.policy.reconnects, *inside)
+    return Outcome(result, records, flat(scored), flat(served), backend.policy.reconnects, *inside)
 
 
 def policy_trainer(running: RunningEmulator, backend: Any) -> Any:

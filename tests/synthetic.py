@@ -13,7 +13,7 @@ from rl_notebook.core.metrics import step_metrics
 from rl_notebook.runs.records import StepRecord
 
 
-def answer(rng: np.random.Generator, terms: list[int], p: float) -> RolloutSample:
+def sampled_sum(rng: np.random.Generator, terms: list[int], p: float) -> RolloutSample:
     "One graded answer to a sum: worked out and right with probability `p`, else a guess or cut off."
     prompt = "+".join(map(str, terms)) + "="
     total = sum(terms)
@@ -49,7 +49,7 @@ def prompt_group(rng: np.random.Generator, index: int, p: float, completions: in
     "All answers to one sum."
     terms = rng.integers(1, 10, size=5).tolist()
     row = {"question": "+".join(map(str, terms)) + "=", "answer": str(sum(terms))}
-    samples = tuple(answer(rng, terms, p) for _ in range(completions))
+    samples = tuple(sampled_sum(rng, terms, p) for _ in range(completions))
     return PromptGroup(samples, row=row, key=f"q{rng.integers(1000)}", index=index)
 
 

@@ -138,8 +138,8 @@ def test_rows_get_what_conversations_get(form, tmp_path):
     assert json.dumps(ADD["function"]) in prompt
     assert '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>' in prompt
     assert "<|im_start|>user\n<tool_response>4</tool_response><|im_end|>" in prompt
-    talk = start_conversation(build(KNOWING), row)
-    later = talk.add_completion(speak(talk, "4<|im_end|>")).add_messages(
+    conversation = start_conversation(build(KNOWING), row)
+    later = conversation.add_completion(speak(conversation, "4<|im_end|>")).add_messages(
         {"role": "user", "content": CALLED[0]["content"]}
     )
     assert (
@@ -389,11 +389,15 @@ def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
         "type": "function",
         "function": {"name": "add", "arguments": json.dumps(arguments)},
     }
-    answer = {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "add"}
+    tool_message = {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "add"}
     offered = {"type": "function", "function": ADD["function"] | {"description": "Adds."}}
     row = make_row(
         {
-            "messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, answer],
+            "messages": [
+                asked,
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                tool_message,
+            ],
             "tools": [offered],
         }
     )
@@ -405,7 +409,7 @@ def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
         arguments,
     )
     for thinks in (True, False) if "qwen3_5" in family or family == "qwen3_6" else ():
-        talk = start_conversation(
+        conversation = start_conversation(
             teller, make_row({"messages": [asked]}), tools=[offered], enable_thinking=thinks
         )
         reply = (
@@ -414,7 +418,7 @@ def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
         )
         assert split_calls(reply, [offered])[1][0]["function"]["arguments"] == '{"a": 2}'
         ids = encode(f"{reply}<|im_end|>", teller)
-        later = talk.add_completion(Completion(talk.tokens, ids, [0.0] * len(ids)))
-        assert later.add_messages(answer).text.startswith(
-            f"{talk.text}{reply}<|im_end|>\n<|im_start|>user\n<tool_response>\n4\n"
+        later = conversation.add_completion(Completion(conversation.tokens, ids, [0.0] * len(ids)))
+        assert later.add_messages(tool_message).text.startswith(
+            f"{conversation.text}{reply}<|im_end|>\n<|im_start|>user\n<tool_response>\n4\n"
         )

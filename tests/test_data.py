@@ -259,11 +259,13 @@ def test_everything_that_a_row_lacks_is_reported_at_once(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"id": "q1", "text": "1+1?"}')
     backend = open_local("tiny")
     lacks = "no prompt, no answer, no level"
-    own = f"{__name__}:needs"
+    custom_reward = f"{__name__}:needs"
     for reads, call in (
         (
             "'needs'",
-            lambda: load_problem(Config(dataset=str(tmp_path / "d.jsonl"), rewards=["gsm8k", own])),
+            lambda: load_problem(
+                Config(dataset=str(tmp_path / "d.jsonl"), rewards=["gsm8k", custom_reward])
+            ),
         ),
         ("'judge'", lambda: GRPOLoop(backend, str(tmp_path / "d.jsonl"), ["gsm8k", judge])),
     ):

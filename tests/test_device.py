@@ -112,7 +112,7 @@ def test_a_missing_device_is_rejected_at_once():
         "mps": torch.backends.mps.is_available(),
         "xpu": torch.xpu.is_available(),
     }
-    absent = [name for name, found in here.items() if not found]
+    absent = [name for name, available in here.items() if not available]
     for device in [*absent, "cuda:99", "meta", "gpu", "hpu", torch.device("xla")]:
         with pytest.raises(
             ConfigError,

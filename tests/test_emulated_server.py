@@ -51,11 +51,11 @@ def fresh(tmp_path):
 
 
 def ask(client, path="/v1/completions", **body):
-    answer = client.post(
+    response = client.post(
         path, json={"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "seed": 3} | body
     )
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 def sample_locally(local, **params):
@@ -127,14 +127,14 @@ VLLM_LISTS = {"text_offset", "token_logprobs", "tokens", "top_logprobs"}
 
 def test_the_shape_is_that_of_vllm(fresh, local):
     (c,) = sample_locally(local)
-    answer = ask(
+    response = ask(
         fresh[1],
         logprobs=1,
         return_token_ids=True,
         return_tokens_as_token_ids=True,
         prompt_logprobs=0,
     )
-    (choice,) = answer["choices"]
+    (choice,) = response["choices"]
     assert set(choice) <= set(VLLM_CHOICE.split())
     assert set(choice["logprobs"]) == VLLM_LISTS
     assert choice["token_ids"] == c.tokens.tolist()
@@ -148,7 +148,7 @@ def test_the_shape_is_that_of_vllm(fresh, local):
         for row, i in zip(choice["prompt_logprobs"][1:], PROMPT[1:], strict=True)
     ]
     assert np.abs(np.array(results) - scores).max() < 1e-5
-    assert answer["usage"] == {
+    assert response["usage"] == {
         "prompt_tokens": 5,
         "completion_tokens": len(c.tokens),
         "total_tokens": 5 + len(c.tokens),
@@ -265,11 +265,11 @@ REJECTED = [
     ("body", "status", "message"), REJECTED, ids=[str(r[0])[:30] for r in REJECTED]
 )
 def test_errors_have_the_shape_of_openai(site, body, status, message):
-    answer = httpx.post(
+    response = httpx.post(
         site[1] + "/v1/completions", json={"model": "tiny", "prompt": PROMPT} | body
     )
-    assert answer.status_code == status
-    error = answer.json()["error"]
+    assert response.status_code == status
+    error = response.json()["error"]
     assert set(error) == {"object", "message", "type", "code"}
     assert error["code"] == status
     assert message in error["message"]
@@ -286,11 +286,11 @@ def test_errors_have_the_shape_of_openai(site, body, status, message):
     ],
 )
 def test_odd_json_is_rejected(site, raw, message):
-    answer = httpx.post(
+    response = httpx.post(
         site[1] + "/v1/completions", content=raw, headers={"content-type": "application/json"}
     )
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
 
 
 # --- steering -----------------------------------------------------------------------------------------------------

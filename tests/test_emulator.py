@@ -140,10 +140,10 @@ def test_no_room_without_the_key(shared: RunningEmulator, path: str) -> None:
         {"X-Api-Key": "wrong"},
         {"Authorization": "Bearer wrong"},
     ):
-        answer = httpx.get(shared.url + path, headers=headers)
-        assert answer.status_code == 401
-        assert PLACES[path] in answer.json()
-        assert shared.key.reveal() not in answer.text
+        response = httpx.get(shared.url + path, headers=headers)
+        assert response.status_code == 401
+        assert PLACES[path] in response.json()
+        assert shared.key.reveal() not in response.text
 
 
 def test_another_host_name_is_rejected(http: httpx.Client) -> None:
@@ -175,9 +175,9 @@ def test_ids_cannot_leave_their_folder(tmp_path: Path) -> None:
         before = set(tmp_path.rglob("*"))
         for id in ("..", "../../x", "%2e%2e%2fx", "a.b", "A", "-a", "a" * 64, "a\x00b", "ä"):
             for path, query in ((JOBS, "rlorTrainerJobId"), (DEPLOYMENTS, "deploymentId")):
-                answer = client.post(path, params={query: id}, json=WANTED | {"baseModel": MODEL})
-                assert answer.status_code == 400
-                assert "lower-case" in answer.json()["message"]
+                response = client.post(path, params={query: id}, json=WANTED | {"baseModel": MODEL})
+                assert response.status_code == 400
+                assert "lower-case" in response.json()["message"]
             model = {"output_model": f"accounts/local/models/{id}", "trainer_job_id": trainer}
             assert (
                 client.post("/v1/accounts/local/checkpoints/x:promote", json=model).status_code
@@ -246,9 +246,9 @@ def test_a_model_at_hand_is_served() -> None:
             "echo": True,
             "logprobs": True,
         }
-        answer = client.post("/inference/v1/completions", json=asked).json()
+        response = client.post("/inference/v1/completions", json=asked).json()
         flat = -math.log(model.config.vocab_size)
-        assert answer["choices"][0]["logprobs"]["content"][1]["logprob"] == pytest.approx(
+        assert response["choices"][0]["logprobs"]["content"][1]["logprob"] == pytest.approx(
             flat, abs=1e-5
         )
         assert client.get("/emulator/v1/status").json()["model"] == "given"

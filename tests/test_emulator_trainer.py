@@ -58,11 +58,11 @@ class Running:
         )
 
     def post(self, path: str, body: dict, status: int = 200, **headers) -> dict:
-        answer = self.http.post(
+        response = self.http.post(
             path, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()}
         )
-        assert answer.status_code == status, answer.text
-        return answer.json()
+        assert response.status_code == status, response.text
+        return response.json()
 
     def result(self, path: str, body: dict, **headers) -> dict:
         "Hand in and fetch."
@@ -101,8 +101,8 @@ def running(tmp_path_factory):
 
 
 @pytest.fixture
-def own(tmp_path):
-    "Starts services of this test alone."
+def start_service(tmp_path):
+    "A function that starts services for this test alone."
     with contextlib.ExitStack() as stack:
 
         def start(folder: Path = tmp_path, **options) -> Running:
@@ -352,9 +352,9 @@ def test_unnamed_snapshots_do_not_pile_up(running, monkeypatch):
     assert [row for row in running.trainer.checkpoints() if row["run"] == model_id] == []
 
 
-def test_sessions_that_share_one_model_do_not_mix_their_weights(own, monkeypatch):
+def test_sessions_that_share_one_model_do_not_mix_their_weights(start_service, monkeypatch):
     monkeypatch.setattr(model_module, "KEPT_SERVINGS", 1)
-    service = own()
+    service = start_service()
     model_id = service.model("0.38.0", rank=2, seed=4)
     samplers = []
     for k in range(3):

@@ -116,15 +116,15 @@ def test_every_route_gives_the_same(family, route):
 def test_the_cache_goes_by_the_name_that_the_model_has_for_it(name):
     "transformers 5.24 renames it, and drops the older name in 5.40."
     model = tiny_model()
-    own = CausalModel(model).cache_name
+    cache_name = CausalModel(model).cache_name
     kind = type(model.model)
 
-    def newer(self, *, cache=None, **given):
-        return kind.forward(self, **given | ({} if cache is None else {own: cache}))
+    def newer(self, *, cache=None, **kwargs):
+        return kind.forward(self, **kwargs | ({} if cache is None else {cache_name: cache}))
 
-    def older(self, *, past_key_values=None, **given):
+    def older(self, *, past_key_values=None, **kwargs):
         return kind.forward(
-            self, **given | ({} if past_key_values is None else {own: past_key_values})
+            self, **kwargs | ({} if past_key_values is None else {cache_name: past_key_values})
         )
 
     model.model.__class__ = type("Other", (kind,), {"forward": newer if name == "cache" else older})

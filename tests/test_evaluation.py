@@ -60,7 +60,7 @@ def test_held_out_rows_are_sampled_as_the_evaluation_says():
 
 
 def test_what_would_not_be_done_is_rejected():
-    for given, text in (
+    for settings, text in (
         ({"eval_sampling": {"seed": 3}}, "eval_sampling: got 'seed'"),
         ({"eval_sampling": {"top_p": 2.0}}, "top_p: got 2.0"),
         ({"eval_sampling": {"max_completion_tokens": 5000}}, "leaves no prompt room"),
@@ -72,7 +72,7 @@ def test_what_would_not_be_done_is_rejected():
         ),
     ):
         with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
-            Config(**given)
+            Config(**settings)
 
 
 def run(folder, scores, resume=False, **settings):

@@ -484,11 +484,11 @@ def test_a_rollout_can_make_its_own_requests(site):
         async with httpx.AsyncClient(
             headers={"Authorization": f"Bearer {setup.api_key}"}
         ) as client:
-            answer = await client.post(
+            response = await client.post(
                 f"{setup.inference_base_url}/inference/v1/completions", json=body
             )
-        assert answer.status_code == 200
-        assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
+        assert response.status_code == 200
+        assert response.json()["choices"][0]["finish_reason"] in ("stop", "length")
 
     run(site, test)
     nowhere = RolloutSetup(None, None, SampleParams(), 4)
@@ -501,11 +501,11 @@ def test_a_limit_is_one_of_requests(site, monkeypatch):
     now = [0]
     seen = [0]
 
-    async def counted(sampler, *given, **options):
+    async def counted(sampler, *args, **options):
         now[0] += 1
         seen[0] = max(seen[0], now[0])
         try:
-            return await asked(sampler, *given, **options)
+            return await asked(sampler, *args, **options)
         finally:
             now[0] -= 1
 

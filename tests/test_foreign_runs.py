@@ -132,7 +132,7 @@ def test_a_folder_says_what_its_truth_says(tool):
             if "advantages" in there and "advantage" in result:
                 assert result["advantage"] == pytest.approx(row["advantage"], abs=1e-6)
         assert not any(places.values()), "completions that the truth has not"
-        assert tool in NO_IDS or all(len(own) == 1 for own in groups.values())
+        assert tool in NO_IDS or all(len(prompts) == 1 for prompts in groups.values())
 
 
 def test_faults_are_named_from_the_files_alone_and_healthy_ones_raise_nothing(capsys):

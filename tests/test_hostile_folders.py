@@ -254,7 +254,7 @@ def test_a_packed_file_of_many_steps_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = RunFolder.create(tmp_path_factory.mktemp("own") / "run", {"base_model": "nothing"})
     for step in (1, 2, 3):
         run.add(synthetic_record(step))
@@ -298,8 +298,8 @@ KINDS: tuple[tuple[tuple[Any, ...], Any], ...] = (
 @pytest.mark.parametrize(
     ("at", "value"), KINDS, ids=[f"{'.'.join(map(str, at))} {str(v)[:9]}" for at, v in KINDS]
 )
-def test_a_value_of_another_kind_costs_its_step(at, value, own: Path, tmp_path: Path) -> None:
-    path = shutil.copytree(own, tmp_path / "run")
+def test_a_value_of_another_kind_costs_its_step(at, value, good_run: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(good_run, tmp_path / "run")
     edited(path / "steps" / "00002" / "record.json", at, value)
     with pytest.raises(RecordError, match="00002"):
         Run.open(path).record(2)
@@ -309,9 +309,9 @@ def test_a_value_of_another_kind_costs_its_step(at, value, own: Path, tmp_path: 
 
 @pytest.mark.parametrize("name", ["²", "٣", "9" * 40, "arrays.safetensors", "tokens.parquet"])
 def test_odd_names_and_foreign_bytes_in_a_folder_of_ours(
-    name: str, own: Path, tmp_path: Path
+    name: str, good_run: Path, tmp_path: Path
 ) -> None:
-    path = shutil.copytree(own, tmp_path / "run")
+    path = shutil.copytree(good_run, tmp_path / "run")
     record = path / "steps" / "00002"
     if (record / name).exists():
         (record / name).write_bytes(b"PAR1 of no use PAR1")
@@ -344,8 +344,8 @@ def test_a_sample_of_length_0_costs_that_sample(
         assert main(["show", str(tmp_path), *place]) == 0
 
 
-def test_settings_that_are_nested_without_end(own: Path, tmp_path: Path) -> None:
-    path = shutil.copytree(own, tmp_path / "run")
+def test_settings_that_are_nested_without_end(good_run: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(good_run, tmp_path / "run")
     (path / "config.yaml").write_bytes(b"[" * 200_000)
     with pytest.raises(
         RecordError, match=r"config\.yaml: not readable: got lists and mappings 200,000 deep"

@@ -40,7 +40,7 @@ from rl_notebook.task.toy import toy_reward, toy_rows
 ANSWER = AnswerTokens((), (7, 9))
 
 
-def talk(
+def conversation_sample(
     *stretches: tuple[int, int], scores=None, reward: float | None = 1.0, **fields
 ) -> RolloutSample:
     "A sample of (tokens that are given, tokens that the policy samples), one pair a turn."
@@ -91,15 +91,20 @@ def test_gamma_0_is_the_turn_alone_and_gamma_1_the_sum_of_what_follows(group, we
     np.testing.assert_allclose(
         np.concatenate(alone), weight * flat(gains) + flat(outcomes), atol=1e-9
     )
-    for own, summed in zip(alone, advantages_of(group, gamma=1.0, ig_weight=weight), strict=True):
-        np.testing.assert_allclose(summed, np.cumsum(own[::-1])[::-1], atol=1e-9)
+    for single, summed in zip(
+        alone, advantages_of(group, gamma=1.0, ig_weight=weight), strict=True
+    ):
+        np.testing.assert_allclose(summed, np.cumsum(single[::-1])[::-1], atol=1e-9)
 
 
 # --- groups ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_last_turn_can_go_without_gain_but_only_the_last_of_a_run():
-    run = [talk((2, 1), (1, 1), scores=(-4, -3, -1)), talk((2, 1), (1, 1), scores=(-4, -2, -1))]
+    run = [
+        conversation_sample((2, 1), (1, 1), scores=(-4, -3, -1)),
+        conversation_sample((2, 1), (1, 1), scores=(-4, -2, -1)),
+    ]
     groups = [PromptGroup(run, runs=(0, 0)), PromptGroup(run)]
     skipping = IGPOConfig(gamma=0.0, skip_ig_last_turn=True)
     joined, separate = (
@@ -119,7 +124,10 @@ def test_the_last_turn_can_go_without_gain_but_only_the_last_of_a_run():
 def test_every_policy_loss_takes_an_advantage_per_token(name):
     "A token is pushed as if its whole sample had its advantage, which test_losses_properties judges."
     rng = np.random.default_rng(5)
-    samples = [talk((3, 4), (2, 5), scores=(-3, -1, -2)), talk((2, 6), scores=(-3, -4), reward=0.0)]
+    samples = [
+        conversation_sample((3, 4), (2, 5), scores=(-3, -1, -2)),
+        conversation_sample((2, 6), scores=(-3, -4), reward=0.0),
+    ]
     (group,) = igpo_advantages([PromptGroup(samples)])
     series = [[rng.normal(-1.0, 0.4, len(s.tokens) - 1) for _ in range(3)] for s in samples]
     datums = [
@@ -198,7 +206,7 @@ class Counting:
 def test_never_more_requests_than_allowed_at_a_time_in_any_event_loop():
     sampler = Counting()
     scorer = AnswerScorer(sampler, workers=3)
-    samples = [talk((4, n), (2, 3)) for n in (2, 3, 3, 4)]
+    samples = [conversation_sample((4, n), (2, 3)) for n in (2, 3, 3, 4)]
 
     async def main():
         return await asyncio.gather(*(scorer.sample_scores(s, ANSWER) for s in samples))
@@ -212,7 +220,7 @@ def test_never_more_requests_than_allowed_at_a_time_in_any_event_loop():
 
 def test_all_scores_of_a_sample_come_from_the_same_weights():
     sampler = Counting(moves_at=3)
-    sample = talk((4, 2), (2, 3), (1, 1))
+    sample = conversation_sample((4, 2), (2, 3), (1, 1))
     result = asyncio.run(AnswerScorer(sampler, workers=1).sample_scores(sample, ANSWER))
     assert result == [-1.0 * (end + 2) - 1 for end in prefix_ends(sample)]
     assert sampler.asked.total() == 2 * 4
@@ -225,12 +233,12 @@ def test_weights_that_move_all_the_time_are_an_error():
             return await super().logprobs(tokens)
 
     with pytest.raises(BackendError, match="expected one version within 5 attempts"):
-        asyncio.run(AnswerScorer(Moving()).sample_scores(talk((4, 2)), ANSWER))
+        asyncio.run(AnswerScorer(Moving()).sample_scores(conversation_sample((4, 2)), ANSWER))
 
 
 def test_a_request_that_fails_takes_the_others_of_its_sample_with_it():
     sampler = Counting(fails=1)
-    sample = talk((4, 2), (2, 3), (1, 1))
+    sample = conversation_sample((4, 2), (2, 3), (1, 1))
     with pytest.raises(BackendError, match="no answer"):
         asyncio.run(AnswerScorer(sampler, workers=1).sample_scores(sample, ANSWER))
     assert sampler.asked.total() < 4  # the last prefix was not asked for
@@ -417,9 +425,9 @@ def test_the_asynchronous_loop_takes_the_same_functions():
 
 def test_the_table_counts_turns_along_a_run_and_puts_the_outcome_on_its_last():
     samples = [
-        talk((2, 1), (1, 2), scores=(-4, -3, -1)),
-        talk((2, 3), scores=(-1, -2)),
-        talk((2, 1), scores=(-4, -4)),
+        conversation_sample((2, 1), (1, 2), scores=(-4, -3, -1)),
+        conversation_sample((2, 3), scores=(-1, -2)),
+        conversation_sample((2, 1), scores=(-4, -4)),
     ]
     record = StepRecord(step=1, groups=(PromptGroup(samples, runs=(0, 0, 1), key="q"),))
     table = igpo_table(record)

@@ -97,11 +97,13 @@ def test_its_test_and_notebook_survive_the_three_changes_of_its_readme(tmp_path,
     (mine / "products.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     head, _, rest = code.partition("def rows()")
     rest = rest.partition("def right(")[2].partition("def known()")[2]
-    own = "" if from_file else f"def rows():\n    return {rows!r}\n\n\n"
-    own += "def exact(text, answer):\n    return float(text.strip() == answer)\n\n\n"
-    own += "def known():\n    return [({'question': 'What is 2*3?', 'answer': '6'}, '6', 'six')]\n"
+    replacement = "" if from_file else f"def rows():\n    return {rows!r}\n\n\n"
+    replacement += "def exact(text, answer):\n    return float(text.strip() == answer)\n\n\n"
+    replacement += (
+        "def known():\n    return [({'question': 'What is 2*3?', 'answer': '6'}, '6', 'six')]\n"
+    )
     assert all([head, rest])
-    (mine / "task.py").write_text(head + own)
+    (mine / "task.py").write_text(head + replacement)
     changes = {
         "dataset: task:rows": f"dataset: {'products.jsonl' if from_file else 'task:rows'}",
         "rewards: [task:right, task:tidy]\nreward_weights: [1.0, 0.1]": "rewards: [task:exact]",
@@ -125,7 +127,7 @@ def test_its_test_and_notebook_survive_the_three_changes_of_its_readme(tmp_path,
     ).execute()
     assert "rewards=['task:exact']" in nb.cells[-1].outputs[0]["data"]["text/plain"]
     # and the test fails where the rewards are not as its writer said
-    (mine / "task.py").write_text((head + own).replace("'6', 'six'", "'six', '6'"))
+    (mine / "task.py").write_text((head + replacement).replace("'6', 'six'", "'six', '6'"))
     again = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "apart"]
     assert subprocess.run(again, cwd=mine, env=os.environ | {"PYTHONPATH": PATHS}).returncode == 1
 

@@ -225,10 +225,10 @@ def test_what_will_not_get_better_is_an_error_at_once(site, status):
 def canned(choice, **rest):
     "A server that always answers this."
 
-    async def answer(request):
+    async def respond(request):
         return JSONResponse({"choices": [choice]} | rest)
 
-    return Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])
+    return Starlette(routes=[Route("/v1/completions", respond, methods=["POST"])])
 
 
 GOOD = {
@@ -303,7 +303,7 @@ def test_a_key_is_sent_and_never_shown(caplog, capsys):
     caplog.set_level(logging.DEBUG)
     seen = []
 
-    async def answer(request):
+    async def respond(request):
         seen.append(request.headers.get("authorization"))
         return JSONResponse({"error": {"message": f"the key {KEY} is not known"}}, 401)
 
@@ -318,7 +318,7 @@ def test_a_key_is_sent_and_never_shown(caplog, capsys):
                 ).format()
             )
 
-    with serve(Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])) as url:
+    with serve(Starlette(routes=[Route("/v1/completions", respond, methods=["POST"])])) as url:
         trace = asyncio.run(test(url))
     assert seen == [f"Bearer {KEY}"]
     for text in (trace, caplog.text, *capsys.readouterr()):
@@ -647,7 +647,7 @@ def test_check_says_which_server_it_is_and_what_is_missing_for_what(local, capsy
     for part in (model(), byte_tokenizer()):
         part.save_pretrained(tmp_path / "model")
 
-    def said(url):
+    def check_output(url):
         place = tmp_path / "new" / "check.html"
         asked = f"--backend openai --base-url {url} --served-model tiny --base-model {tmp_path}/model".split()
         code = run_check([*asked, "--report", str(place)])
@@ -657,7 +657,7 @@ def test_check_says_which_server_it_is_and_what_is_missing_for_what(local, capsy
         return code, capsys.readouterr().out
 
     with serve(Kin(local, "llama.cpp b9000").app) as url:
-        code, out = said(url)
+        code, out = check_output(url)
     assert code == 0
     assert "llama.cpp b9000, which serves 'tiny'" in out
     assert re.search(r"✗ prompt logprobs: none\n.*A weight sync cannot be checked", out)
@@ -701,7 +701,7 @@ def test_what_no_server_should_send_is_named_at_once(name):
     status, body, match = TORTS[name]
     asked = []
 
-    async def answer(request):
+    async def respond(request):
         asked.append(request.url.path)
         return Response(
             body, status, media_type="text/html" if name == "html" else "application/json"
@@ -714,7 +714,7 @@ def test_what_no_server_should_send_is_named_at_once(name):
             assert not set(str(caught.value)) & {"\x1b", "\x07"}
         assert asked == ["/v1/completions"]
 
-    with serve(Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])) as url:
+    with serve(Starlette(routes=[Route("/{path:path}", respond, methods=["GET", "POST"])])) as url:
         asyncio.run(test(url))
 
 

@@ -109,7 +109,7 @@ def fails(groups):
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     "A working directory with `my_functions.py`, and a separate state directory; imports of both are forgotten."
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -154,11 +154,11 @@ def record() -> StepRecord:
 # --- a custom loss, everywhere ----------------------------------------------------------------------------------------
 
 
-def test_a_run_with_custom_functions_from_the_command_line(desk, capsys):
+def test_a_run_with_custom_functions_from_the_command_line(workdir, capsys):
     "Reward, loss and advantage by name; replay and resume know them, and say when the source is another."
-    own = ["--rewards", "my_functions:uneven", "--policy-loss", "my_functions:doubled"]
-    own += ["--advantage-fn", "my_functions:centred", "--log-path", "run"]
-    assert command(["train", *OPTIONS, *own]) == 0
+    options = ["--rewards", "my_functions:uneven", "--policy-loss", "my_functions:doubled"]
+    options += ["--advantage-fn", "my_functions:centred", "--log-path", "run"]
+    assert command(["train", *OPTIONS, *options]) == 0
     record = Run.open("run").record(2)
     assert record.options["policy_loss"] == "my_functions:doubled"
     hashes = set(record.sources.values())
@@ -178,7 +178,7 @@ def test_a_run_with_custom_functions_from_the_command_line(desk, capsys):
     assert "every phase is the same, to the last bit" in output
     assert "not the source" not in output
     forget("my_functions")
-    (desk / "my_functions.py").write_text(MODULE.replace("return 2 *", "return 3 *"))
+    (workdir / "my_functions.py").write_text(MODULE.replace("return 2 *", "return 3 *"))
     assert command(["replay", "run", "1"]) == 1
     output = capsys.readouterr().out
     assert "backward is the first phase that is not the same" in output
@@ -190,8 +190,8 @@ def test_a_run_with_custom_functions_from_the_command_line(desk, capsys):
     assert Run.open("run").record(3).sources["reward uneven"] not in hashes
 
 
-def test_a_registered_loss_is_known_wherever_a_loss_is_named(desk, record):
-    sys.path.insert(0, str(desk))
+def test_a_registered_loss_is_known_wherever_a_loss_is_named(workdir, record):
+    sys.path.insert(0, str(workdir))
     import my_functions  # type: ignore[import-not-found]
 
     register_loss(my_functions.doubled, name="mine")
@@ -220,8 +220,8 @@ def test_a_registered_loss_is_known_wherever_a_loss_is_named(desk, record):
     assert asyncio.run(looked_at()).options["policy_loss"] == "my_functions:doubled"
 
 
-def test_a_loss_takes_what_it_needs_by_name_wherever_a_loss_is_taken(desk, record):
-    sys.path.insert(0, str(desk))
+def test_a_loss_takes_what_it_needs_by_name_wherever_a_loss_is_taken(workdir, record):
+    sys.path.insert(0, str(workdir))
     from my_functions import by_name
 
     assert all(
@@ -265,7 +265,7 @@ def test_a_loss_takes_what_it_needs_by_name_wherever_a_loss_is_taken(desk, recor
     assert second.options["policy_loss"] == "ppo"
     assert first.sources["policy_loss by_name"] == source_hash(by_name)
     assert one_step(policy_loss=by_name).options["policy_loss"] == "by_name"
-    own = [
+    options = [
         "--policy-loss",
         "my_functions:by_name",
         "--eps-clip",
@@ -273,11 +273,11 @@ def test_a_loss_takes_what_it_needs_by_name_wherever_a_loss_is_taken(desk, recor
         "--rewards",
         "my_functions:uneven",
     ]
-    assert command(["train", *OPTIONS, *own, "--log-path", "run"]) == 0
+    assert command(["train", *OPTIONS, *options, "--log-path", "run"]) == 0
     assert Run.open("run").record(1).options["eps_clip"] == 0.1
 
 
-def test_what_a_loss_needs_is_there_or_named(desk, record):
+def test_what_a_loss_needs_is_there_or_named(workdir, record):
     def needs(ref_logprobs, policy_logprobs, sampler_logprobs, entropy, advantages):
         return -policy_logprobs * advantages + (policy_logprobs - ref_logprobs) ** 2 - 0.1 * entropy
 
@@ -317,7 +317,7 @@ def test_short_names_of_an_earlier_release_are_announced_and_others_listed(recor
         what_if(record, {"x": {"policy_loss": lambda t, tis, o: t.advantag}})
 
 
-def test_losses_that_share_a_name_are_kept_apart(desk, record):
+def test_losses_that_share_a_name_are_kept_apart(workdir, record):
     def factory(scale):
         def made(policy_logprobs, advantages):
             return -scale * advantages * policy_logprobs
@@ -330,7 +330,7 @@ def test_losses_that_share_a_name_are_kept_apart(desk, record):
     ]
 
 
-def test_parameters_are_those_that_were_declared(desk, record):
+def test_parameters_are_those_that_were_declared(workdir, record):
     with pytest.raises(
         LossError, match=r"eps_clip: got none\. Give your loss a default: a parameter"
     ):
@@ -338,7 +338,7 @@ def test_parameters_are_those_that_were_declared(desk, record):
     with pytest.raises(LossError, match=r"does not read eps_clip: .* If it does, say so: register"):
         what_if(record, {"clipped": {"policy_loss": "my_functions:clipped", "eps_clip": 0.1}})
     source = MODULE.replace("def clipped", "@register_loss(eps_clip=0.3)\ndef clipped")
-    (desk / "my_functions.py").write_text(
+    (workdir / "my_functions.py").write_text(
         "from rl_notebook.core.losses import register_loss\n" + source
     )
     forget("my_functions")
@@ -384,7 +384,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("name", "message"), MISTAKES, ids=[name for name, _ in MISTAKES])
-def test_a_mistake_in_a_loss_is_named(name, message, desk, record, capsys):
+def test_a_mistake_in_a_loss_is_named(name, message, workdir, record, capsys):
     with pytest.raises(LossError, match=message):
         what_if(record, {"x": {"policy_loss": f"my_functions:{name}"}})
     assert (
@@ -404,7 +404,7 @@ def test_a_mistake_in_a_loss_is_named(name, message, desk, record, capsys):
     assert last.startswith("rl-notebook train: policy_loss")
 
 
-def test_advantages_by_name_and_as_an_object(desk, record):
+def test_advantages_by_name_and_as_an_object(workdir, record):
     problem = Problem(load_rows(toy_rows(16)), [], uneven, advantage_fn="my_functions:centred")
     lines: list[Any] = []
     main(
@@ -415,21 +415,22 @@ def test_advantages_by_name_and_as_an_object(desk, record):
         progress=False,
     )
 
-    def own(groups):
+    def all_ones(groups):
         return [replace(g, advantages=g.rewards * 0 + 1) for g in groups]
 
     assert all(
         (g.advantages == g.rewards - np.median(g.rewards)).all() for r in lines for g in r.groups
     )
     result = what_if(
-        record, {"centred": {"advantage_fn": "my_functions:centred"}, "one": {"advantage_fn": own}}
+        record,
+        {"centred": {"advantage_fn": "my_functions:centred"}, "one": {"advantage_fn": all_ones}},
     )
     assert {d.advantage for d in result.datums["one"]} == {1.0}
     assert result.table.loc["centred", "cosine"] > 0
     with pytest.raises(
         LossError, match="advantage_fn: got ddof beside it; expected one of the two"
     ):
-        what_if(record, {"x": {"advantage_fn": own, "ddof": 1}})
+        what_if(record, {"x": {"advantage_fn": all_ones, "ddof": 1}})
     with pytest.raises(
         LossError, match="got ZeroDivisionError: no groups today; expected groups with advantages"
     ):
@@ -444,7 +445,7 @@ def test_advantages_by_name_and_as_an_object(desk, record):
         Config(advantage_fn="centred")
 
     async def branched() -> list[str]:
-        loop = grpo_loop(Config(**SMALL_RUN), advantage_fn=own)
+        loop = grpo_loop(Config(**SMALL_RUN), advantage_fn=all_ones)
         loop.prompts()
         return [
             *(await loop.branch(advantage_fn="my_functions:centred")).advantage_fn.__name__.split()
@@ -474,13 +475,13 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Trap:
     "A copy of a run folder, and the file that appears when something of it is executed."
 
-    def __init__(self, honest: Path, desk: Path):
-        self.path = desk / "from_a_stranger"
-        self.canary = desk / "executed"
+    def __init__(self, honest: Path, workdir: Path):
+        self.path = workdir / "from_a_stranger"
+        self.canary = workdir / "executed"
         shutil.copytree(honest, self.path)
         code = f"from pathlib import Path\nPath({str(self.canary)!r}).touch()\n"
         code += "def f(*args, **more):\n    return 1.0\ng = rewards = f\n"
-        for folder in (desk, self.path, self.path / "steps"):
+        for folder in (workdir, self.path, self.path / "steps"):
             (folder / "evil.py").write_text(code)
 
     def settings(self, **changes: Any) -> None:
@@ -691,8 +692,8 @@ EVERYWHERE = ("a shell", "a loss of a step")  # these are tried through every en
 
 @pytest.mark.parametrize("attack", EVERYWHERE)
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_foreign_run_folder_executes_nothing(entry, attack, sent, desk, capsys, monkeypatch):
-    trap = Trap(sent, desk)
+def test_a_foreign_run_folder_executes_nothing(entry, attack, sent, workdir, capsys, monkeypatch):
+    trap = Trap(sent, workdir)
     ATTACKS[attack](trap)
     # who is asked, and says yes without reading
     monkeypatch.setattr("builtins.input", lambda *args: "y")
@@ -702,8 +703,8 @@ def test_a_foreign_run_folder_executes_nothing(entry, attack, sent, desk, capsys
 
 
 @pytest.mark.parametrize("attack", [a for a in ATTACKS if a not in EVERYWHERE])
-def test_other_tricks_by_the_shortest_way(attack, sent, desk, capsys):
-    trap = Trap(sent, desk)
+def test_other_tricks_by_the_shortest_way(attack, sent, workdir, capsys):
+    trap = Trap(sent, workdir)
     ATTACKS[attack](trap)
     with whatever_it_says():
         load_problem(Config.from_dict(Run.open(trap.path).config))
@@ -715,9 +716,9 @@ def test_other_tricks_by_the_shortest_way(attack, sent, desk, capsys):
     assert not trap.sprung, capsys.readouterr()
 
 
-def test_what_is_rejected_is_listed_and_can_be_trusted(sent, desk, capsys):
+def test_what_is_rejected_is_listed_and_can_be_trusted(sent, workdir, capsys):
     "The proof that the attacks would work: with --trust the very same folder executes what it names."
-    trap = Trap(sent, desk)
+    trap = Trap(sent, workdir)
     trap.settings(rewards=["evil:f", "format"], policy_loss="evil:g")
     assert command(["replay", str(trap.path), "2"]) == 2
     errors = capsys.readouterr().err
@@ -747,8 +748,8 @@ REACHING = {  # settings that reach out of the run: what is named in the message
 @pytest.mark.parametrize(
     "way", ["--resume --log-path {}", "--config {}/config.yaml --log-path new"]
 )
-def test_what_reaches_out_of_a_foreign_run_is_asked_for(way, what, sent, desk, capsys):
-    trap = Trap(sent, desk)
+def test_what_reaches_out_of_a_foreign_run_is_asked_for(way, what, sent, workdir, capsys):
+    trap = Trap(sent, workdir)
     (settings, named) = REACHING[what]
     trap.settings(**settings)
     before = sorted(trap.path.rglob("*"))
@@ -765,7 +766,7 @@ def test_what_reaches_out_of_a_foreign_run_is_asked_for(way, what, sent, desk, c
 
 
 @pytest.fixture
-def mine(desk: Path) -> Path:
+def custom_run(workdir: Path) -> Path:
     "A run with custom functions."
     overrides = {"rewards": ["my_functions:uneven"], "policy_loss": "my_functions:plain"}
     main(
@@ -774,7 +775,7 @@ def mine(desk: Path) -> Path:
         progress=False,
     )
     forget("my_functions")
-    return desk / "run"
+    return workdir / "run"
 
 
 def is_rejected(path: Path | str) -> bool:
@@ -787,14 +788,14 @@ def is_rejected(path: Path | str) -> bool:
 
 
 def test_a_run_that_was_started_here_is_known_by_its_path_and_its_beginning(
-    mine, desk, monkeypatch
+    custom_run, workdir, monkeypatch
 ):
-    assert not is_rejected(mine)
+    assert not is_rejected(custom_run)
     assert not is_rejected("run")
-    assert type(Run.open(mine).record(2).options["policy_loss"]) is str
-    shutil.copytree(mine, desk / "copy")
-    assert is_rejected(desk / "copy")
-    text = (mine / "config.yaml").read_text()
+    assert type(Run.open(custom_run).record(2).options["policy_loss"]) is str
+    shutil.copytree(custom_run, workdir / "copy")
+    assert is_rejected(workdir / "copy")
+    text = (custom_run / "config.yaml").read_text()
     edits = (
         text.replace("my_functions:uneven", "os:system"),
         text + "\n",
@@ -802,21 +803,23 @@ def test_a_run_that_was_started_here_is_known_by_its_path_and_its_beginning(
     )
     # what is edited by hand stays one's own; a name that is new in it does not
     for edited in edits:
-        (mine / "config.yaml").write_text(edited)
-        assert is_rejected(mine) == ("os:system" in edited)
-    (mine / "config.yaml").write_text(text)
-    assert not is_rejected(mine)
+        (custom_run / "config.yaml").write_text(edited)
+        assert is_rejected(custom_run) == ("os:system" in edited)
+    (custom_run / "config.yaml").write_text(text)
+    assert not is_rejected(custom_run)
     step = Trap.__new__(Trap)
-    step.path = mine
+    step.path = custom_run
     step.rewrite(lambda r: r["options"].update(policy_loss="os:system"))
-    assert isinstance(Run.open(mine).record(2).options["policy_loss"], NameFromFile)
-    monkeypatch.setenv("XDG_STATE_HOME", str(desk / "another"))
-    assert is_rejected(mine)
+    assert isinstance(Run.open(custom_run).record(2).options["policy_loss"], NameFromFile)
+    monkeypatch.setenv("XDG_STATE_HOME", str(workdir / "another"))
+    assert is_rejected(custom_run)
 
 
-def test_a_foreign_run_that_is_resumed_with_trust_is_trusted_from_then_on(mine, desk, capsys):
-    moved = desk / "moved"
-    mine.rename(moved)
+def test_a_foreign_run_that_is_resumed_with_trust_is_trusted_from_then_on(
+    custom_run, workdir, capsys
+):
+    moved = workdir / "moved"
+    custom_run.rename(moved)
     resume = ["train", "--resume", "--log-path", str(moved), "--steps", "3"]
     assert command(resume) == 2
     assert "rl-notebook train: config: got 'my_functions:" in capsys.readouterr().err

@@ -121,11 +121,11 @@ def test_a_keyword_says_what_it_is_whatever_its_parameters_are_called():
 
         return by_name
 
-    for given in ({"rollout_fn_factory": factory}, {"rollout_fn_factory": make_rollout_fn}):
+    for rollouts in ({"rollout_fn_factory": factory}, {"rollout_fn_factory": make_rollout_fn}):
         for module in (rl_loop, async_rl_loop):
             assert (
                 module.main(
-                    Config(**SMALL_RUN, steps=1), rows=rows, say=lambda _: None, **given
+                    Config(**SMALL_RUN, steps=1), rows=rows, say=lambda _: None, **rollouts
                 ).steps
                 == 1
             )
@@ -325,8 +325,8 @@ def test_weights_that_were_spoiled_between_steps_are_not_saved(tmp_path):
 # --- stopping -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["a run folder", "rows of a script"])
-def test_a_stop_is_reported_with_what_is_saved(given, tmp_path, monkeypatch):
+@pytest.mark.parametrize("rows_of_script", [False, True], ids=["a run folder", "rows of a script"])
+def test_a_stop_is_reported_with_what_is_saved(rows_of_script, tmp_path, monkeypatch):
     from rl_notebook.loop.loop import GRPOLoop
 
     sample = GRPOLoop.sample
@@ -339,15 +339,19 @@ def test_a_stop_is_reported_with_what_is_saved(given, tmp_path, monkeypatch):
 
     monkeypatch.setattr(GRPOLoop, "sample", stops)
     folder = tmp_path / "a run"
-    cfg = Config(**SMALL_RUN, log_path=str(folder), eval_rows=0 if given else 2)
-    parts = {"rows": toy().rows, "reward": toy().reward} if given else {"problem": toy(eval_rows=2)}
+    cfg = Config(**SMALL_RUN, log_path=str(folder), eval_rows=0 if rows_of_script else 2)
+    parts = (
+        {"rows": toy().rows, "reward": toy().reward}
+        if rows_of_script
+        else {"problem": toy(eval_rows=2)}
+    )
     result = main(cfg, say=lines.append, progress=False, **parts)
     assert (result.steps, result.stopped, result.reward_after) == (2, True, None)
     assert str(result).startswith("stopped (2 steps, ")
     command = f"rl-notebook train --resume --log-path '{folder}'"
     script = f"the script that began it, main(..., resume=True), and log_path '{folder}'"
     assert (
-        f"stopped after step 2; it goes on after step 2 with: {script if given else command}"
+        f"stopped after step 2; it goes on after step 2 with: {script if rows_of_script else command}"
         in lines
     )
     assert RunFolder.open(folder).checkpoints == [2]

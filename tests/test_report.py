@@ -127,7 +127,7 @@ def test_a_completion_that_is_named_is_a_link(text: str, step: int | None, addre
     page = Page(linked(text + " <b>", step))
     assert page.text == text + " <b>"
     assert page.tags == ["a"] * (address is not None)
-    assert [html.unescape(found) for found in re.findall('href="#(.*?)"', linked(text, step))] == [
+    assert [html.unescape(href) for href in re.findall('href="#(.*?)"', linked(text, step))] == [
         address
     ] * len(page.tags)
 

@@ -63,7 +63,7 @@ def test_any_text_is_read_without_an_exception(text):
 
 
 @pytest.mark.parametrize(
-    ("given", "truth", "reward"),
+    ("figure", "truth", "reward"),
     [  # what a reader of the two would say
         ("minus 7", "7", 0),
         ("–7", "7", 0),
@@ -103,8 +103,8 @@ def test_any_text_is_read_without_an_exception(text):
         ("2^{10}", "2^{10}", 1),
     ],
 )
-def test_a_number_is_read_as_what_is_written(given, truth, reward):
-    assert gsm8k_reward(f"#### {given}", truth) == reward
+def test_a_number_is_read_as_what_is_written(figure, truth, reward):
+    assert gsm8k_reward(f"#### {figure}", truth) == reward
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "gsm8k_strict", "math_verify"])
@@ -392,7 +392,7 @@ def judge():
 
 
 @pytest.mark.parametrize(
-    ("given", "truth", "reward"),
+    ("formula", "truth", "reward"),
     [
         ("12", "1,2", 0),
         ("1,2", "12", 0),
@@ -409,8 +409,8 @@ def judge():
         ("(x+1)^2", "x^2+2x+1", 1),
     ],
 )
-def test_math_verify_pays_what_is_the_same(judge, given, truth, reward):
-    assert asyncio.run(judge(f"\\boxed{{{given}}}", truth)) == reward
+def test_math_verify_pays_what_is_the_same(judge, formula, truth, reward):
+    assert asyncio.run(judge(f"\\boxed{{{formula}}}", truth)) == reward
 
 
 def test_a_comparison_that_hangs_is_killed_counted_and_unscorable(judge):

@@ -63,20 +63,20 @@ def theirs(shape: str, warm: int, of: int) -> list[float]:
 def test_the_values_are_those_of_transformers(shape, warm, of):
     warm = 0 if shape == "constant" else warm
     more = {"min_lr_rate": 0.1} if shape == "cosine_with_min_lr" else {}
-    own = UpdateSettings(lr_scheduler_type=shape, warmup_steps=warm, **more)
-    ours = [lr_factor(own, step, of) for step in range(1, of + 1)]
+    settings = UpdateSettings(lr_scheduler_type=shape, warmup_steps=warm, **more)
+    ours = [lr_factor(settings, step, of) for step in range(1, of + 1)]
     np.testing.assert_allclose(ours, theirs(shape, warm, of), rtol=1e-14, atol=1e-16)
 
 
 def test_a_share_is_rounded_up_as_transformers_rounds_it():
-    own = UpdateSettings(lr_scheduler_type="linear", warmup_ratio=0.25)
-    assert [lr_factor(own, step, 10) for step in range(1, 11)] == pytest.approx(
+    settings = UpdateSettings(lr_scheduler_type="linear", warmup_ratio=0.25)
+    assert [lr_factor(settings, step, 10) for step in range(1, 11)] == pytest.approx(
         theirs("linear", 3, 10)
     )
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("settings", "match"),
     [
         ({"warmup_steps": 3}, "'constant' has no warm-up"),
         ({"lr_scheduler_type": "linear", "warmup_steps": 3, "warmup_ratio": 0.1}, "says the same"),
@@ -86,9 +86,9 @@ def test_a_share_is_rounded_up_as_transformers_rounds_it():
         ({"lr_scheduler_type": "linear", "warmup_ratio": 1.5}, "at most 1"),
     ],
 )
-def test_what_would_be_ignored_is_rejected(given, match):
+def test_what_would_be_ignored_is_rejected(settings, match):
     with pytest.raises(ConfigError, match=match):
-        Config(**given)
+        Config(**settings)
 
 
 def rates(records: Any) -> list[float]:

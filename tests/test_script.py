@@ -105,7 +105,7 @@ def grpo_loop(
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "A working directory with `my_functions.py`."
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -264,7 +264,7 @@ def test_what_only_the_kernel_knows_is_rejected_in_words(kernel):
 # --- a config --------------------------------------------------------------------------------------------------------
 
 
-def test_a_config_names_functions_of_files(desk):
+def test_a_config_names_functions_of_files(workdir):
     import my_functions  # pyright: ignore[reportMissingImports]
 
     rewards = [reward_fn(my_functions.close, weight=2.0), "format"]
@@ -274,10 +274,10 @@ def test_a_config_names_functions_of_files(desk):
     cfg = loop.to_config()
     assert (cfg.rewards, cfg.reward_weights) == (("my_functions:close", "format"), (2.0, 1.0))
     assert (cfg.advantage_fn, cfg.max_rows) == ("my_functions:against_the_worst", 8)
-    cfg.to_yaml(desk / "run.yaml")
+    cfg.to_yaml(workdir / "run.yaml")
     here = asyncio.run(loop.run(progress=False))
     assert command(["train", "--config", "run.yaml", "--log-path", "log"]) == 0
-    assert_same(list(Run.open(desk / "log")), here)
+    assert_same(list(Run.open(workdir / "log")), here)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def opened(
     reward: Any = toy_reward, *, backend: Backend | None = None, rows: Any = None, **kwargs: Any
 ) -> GRPOLoop:
     "A loop on sums; keywords that are not the loop's are settings."
-    own = {name: kwargs.pop(name) for name in ("make_loss", "advantage_fn") if name in kwargs}
+    arguments = {name: kwargs.pop(name) for name in ("make_loss", "advantage_fn") if name in kwargs}
     size = {
         "prompt_groups_per_step": 4,
         "completions_per_prompt": 6,
@@ -41,7 +41,9 @@ def opened(
         "max_seq_len": 96,
     }
     cfg = Config(**size | {"learning_rate": 5e-4, "kl_beta": 0.01} | kwargs)
-    return GRPOLoop(backend or tiny(), toy_rows(40) if rows is None else rows, reward, cfg, **own)
+    return GRPOLoop(
+        backend or tiny(), toy_rows(40) if rows is None else rows, reward, cfg, **arguments
+    )
 
 
 def run(n: int, *args: Any, **kwargs: Any) -> Records:
@@ -315,7 +317,7 @@ SITUATIONS: dict[str, Situation] = {
 }  # fmt: skip
 
 
-def said(records: Records) -> str:
+def last_sentence(records: Records) -> str:
     "The sentence of the last step."
     return sentence(records[-1], records[-2] if records[1:] else None)
 
@@ -337,6 +339,6 @@ ALWAYS = (  # all others with SLOW=1
 )
 def test_the_sentence_says_the_main_thing_and_nothing_false(name: str) -> None:
     make, must, not_true = SITUATIONS[name]
-    text = said(make())
-    assert re.search(must, text), f"not said in: {text}"
+    text = last_sentence(make())
+    assert re.search(must, text), f"missing in: {text}"
     assert not re.search(not_true, text), f"false: {text}"

@@ -139,7 +139,7 @@ async def ask(client: Any, messages: list[Any], **more: Any) -> Any:
     return await client.chat.completions.create(model="any", messages=messages, **more)
 
 
-async def talk(rollout: Any, turns: int, **more: Any) -> list[Any]:
+async def play_turns(rollout: Any, turns: int, **more: Any) -> list[Any]:
     "An agent of n turns; returns its messages."
     messages: list[Any] = [*ASKED]
     async with client_of(rollout) as client:
@@ -182,7 +182,7 @@ def test_what_comes_back_is_what_was_sampled() -> None:
             turns = 4
             for i in range(4):
                 with server.rollout(f"q{i}") as rollout:
-                    await talk(rollout, turns, seed=i)
+                    await play_turns(rollout, turns, seed=i)
                 run = rollout.to_run(0.5, note="kept")
                 (sample,) = run.segments
                 assert (sample.info["rollout"], sample.info["note"], sample.reward) == (
@@ -222,7 +222,7 @@ def test_the_experts_that_read_a_token_come_back_too() -> None:
             setup = RolloutSetup(backend.sampler, tokenizer, SampleParams(max_tokens=8), 1)
             async with serve(setup) as server:
                 with server.rollout() as rollout:
-                    await talk(rollout, 3)
+                    await play_turns(rollout, 3)
         (sample,) = rollout.to_run(1.0).segments
         assert sample.info["turns"] == 3
         assert sample.routing is not None
@@ -334,7 +334,7 @@ def test_a_template_that_rewrites_history_makes_each_turn_a_sequence() -> None:
         async with served(tokenizer=tokenizer) as (server, watched, _backend):
             with server.rollout() as rollout:
                 # an answer that ends at once would be as the template renders it
-                await talk(rollout, 3, seed=0)
+                await play_turns(rollout, 3, seed=0)
             run = rollout.to_run(1.0)
             assert [s.info["turns"] for s in run.segments] == [1, 1, 1]
             assert all("the chat template" in s.info["apart"] for s in run.segments[1:])
@@ -626,7 +626,7 @@ def test_a_conversation_that_has_grown_too_long_is_rejected_and_kept() -> None:
     async def play() -> None:
         async with served(max_seq_len=64) as (server, watched, _backend):
             with server.rollout() as rollout, pytest.raises(openai.BadRequestError) as caught:
-                await talk(rollout, 20)
+                await play_turns(rollout, 20)
             assert caught.value.code == "context_length_exceeded"
             (sample,) = rollout.to_run(0.0).segments
             assert len(sample.tokens) <= 64
@@ -639,7 +639,7 @@ def test_a_client_that_hangs_up_has_never_asked() -> None:
     async def play() -> None:
         async with served() as (server, watched, _backend):
             with server.rollout() as rollout:
-                messages = (await talk(rollout, 1))[:3]
+                messages = (await play_turns(rollout, 1))[:3]
                 watched.gate = asyncio.Event()
                 async with client_of(rollout, timeout=0.2) as client:
                     with pytest.raises(openai.APITimeoutError):
@@ -687,7 +687,7 @@ def test_a_backend_that_fails_is_what_is_raised() -> None:
         async with served() as (server, _watched, backend):
             await backend.close()
             with pytest.raises(BackendError, match="closed"), server.rollout() as rollout:
-                await talk(rollout, 1)
+                await play_turns(rollout, 1)
 
     asyncio.run(play())
 

@@ -33,25 +33,25 @@ async def opened(
     "A backend and its config."
     for name, value in running.environment().items():
         monkeypatch.setenv(name, value)
-    own = {
+    defaults = {
         "backend": "tinker",
         "base_url": f"{running.url}/training/v1/serverless",
         "base_model": MODEL,
     }
-    own |= {
+    defaults |= {
         "tokenizer_model": "tiny",
         "lora_rank": 8,
         "kl_beta": 0.0,
         "kl_metric": False,
         "learning_rate": 2e-3,
     }
-    own |= {
+    defaults |= {
         "prompt_groups_per_step": 2,
         "completions_per_prompt": 8,
         "max_completion_tokens": 16,
         "max_seq_len": 96,
     }
-    cfg = rln.Config(**(own | settings))
+    cfg = rln.Config(**(defaults | settings))
     async with await rln.open_backend(cfg, lambda line: None) as backend:
         yield backend, cfg
 

@@ -66,20 +66,24 @@ def test_every_prompt_of_a_run_is_rendered_so(backend, config):
 def test_later_turns_and_custom_rollouts_are_rendered_so(backend, config):
     setup = rollout_setup(backend, config)
     (row,) = load_rows(rln.toy_rows(1))
-    talk = start_conversation(setup.tokenizer, row)
-    own = setup.tokenizer
+    conversation = start_conversation(setup.tokenizer, row)
+    tokenizer = setup.tokenizer
     back = backend.tokenizer
-    text = own.apply_chat_template(
+    text = tokenizer.apply_chat_template(
         [dict(m) for m in row.messages], tokenize=False, add_generation_prompt=True
     )
-    assert text == own.decode(talk.tokens) == rendered(back, row, enable_thinking=False)
+    assert (
+        text == tokenizer.decode(conversation.tokens) == rendered(back, row, enable_thinking=False)
+    )
 
 
 def test_one_request_may_say_otherwise(backend, config):
     tokenizer = rollout_setup(backend, config).tokenizer
     (row,) = load_rows(rln.toy_rows(1))
-    talk = start_conversation(tokenizer, row, enable_thinking=True)
-    assert tokenizer.decode(talk.tokens) == rendered(backend.tokenizer, row, enable_thinking=True)
+    conversation = start_conversation(tokenizer, row, enable_thinking=True)
+    assert tokenizer.decode(conversation.tokens) == rendered(
+        backend.tokenizer, row, enable_thinking=True
+    )
 
 
 def test_what_the_template_never_reads_is_rejected(backend, config):
@@ -112,7 +116,7 @@ def test_no_answer_is_read_in_a_thought_that_the_template_opens_and_the_policy_n
     texts = ["Is it #### 72", "Is it #### 7?</think>#### 72", "<answer>72</answer>"]
     [row] = rows = load_rows([{"question": "48/2+48?", "answer": "72"}])
 
-    def said(tokenizer, tokens, params):
+    def completions_of(tokenizer, tokens, params):
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         read = partial(tokenizer.decode, skip_special_tokens=True)
         return [
@@ -127,12 +131,15 @@ def test_no_answer_is_read_in_a_thought_that_the_template_opens_and_the_policy_n
 
         class Sampler:
             async def sample(self, tokens, params):
-                return said(tokenizer, tokens, params)
+                return completions_of(tokenizer, tokens, params)
 
         [prompt] = encode_rows(rows, tokenizer)
         group = await score_group(await sample_completions(Sampler(), prompt, params), "gsm8k")
         begun = start_conversation(tokenizer, row)
-        turns = [begun.add_completion(c).to_sample() for c in said(tokenizer, begun.tokens, params)]
+        turns = [
+            begun.add_completion(c).to_sample()
+            for c in completions_of(tokenizer, begun.tokens, params)
+        ]
         return group.rewards.tolist(), *[
             (await score(turns, row, fn)).totals.tolist() for fn in ("gsm8k", shown)
         ]
@@ -177,21 +184,21 @@ def test_form_is_judged_with_what_the_prompt_opened(backend, opens, tmp_path):
     turn = "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
     begun = "{% if add_generation_prompt %}<|assistant|>" + opens + "{% endif %}"
     (tmp_path / "opens.jinja").write_text("{% for m in messages %}" + turn + "{% endfor %}" + begun)
-    own = with_template(backend.tokenizer, tmp_path / "opens.jinja", None)
+    tokenizer = with_template(backend.tokenizer, tmp_path / "opens.jinja", None)
 
     def seen(text, opened):
         return float(text in texts and opens.endswith(opened))
 
     class Sampler:
         async def sample(self, tokens, params):
-            ids = [own.encode(text, add_special_tokens=False) for text in texts]
+            ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
             sampled = zip(ids, texts, strict=True)
             return [
                 Completion(tokens, i, *[[0.0] * len(i)] * 2, text=text, params=params)
                 for i, text in sampled
             ]
 
-    [prompt] = encode_rows(load_rows([{"question": "Use <think>. 2+2?", "answer": "4"}]), own)
+    [prompt] = encode_rows(load_rows([{"question": "Use <think>. 2+2?", "answer": "4"}]), tokenizer)
     sampled = asyncio.run(sample_completions(Sampler(), prompt, SampleParams(n=3)))
     group = asyncio.run(score_group(sampled, ["format", "gsm8k", seen]))
     assert [s.rewards["format"] for s in group.samples] == right

@@ -522,14 +522,14 @@ class ScriptedClient:
         reason = "stop" if len(tokens) in stop_lengths else "length"
         logprobs = [-1.0 - i for i in range(len(tokens))]
         sequence = SimpleNamespace(tokens=tokens, logprobs=logprobs, stop_reason=reason)
-        answer = Future()
-        answer.set_result(SimpleNamespace(sequences=[sequence] * n))
-        return answer
+        future = Future()
+        future.set_result(SimpleNamespace(sequences=[sequence] * n))
+        return future
 
     def compute_logprobs(self, tokens):
-        answer = Future()
-        answer.set_result([None, *(-float(i) for i in range(1, tokens.length))])
-        return answer
+        future = Future()
+        future.set_result([None, *(-float(i) for i in range(1, tokens.length))])
+        return future
 
 
 @pytest.mark.parametrize("stops", [True, False])

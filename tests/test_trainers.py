@@ -99,11 +99,12 @@ def difference(
 def test_a_preset_is_the_loss_of_its_trainer(trainer: str) -> None:
     cases = [c for c in GOLDEN["cases"] if c["trainer"] == trainer]
     results = []
-    own = [*OWN.values()]
+    variants = [*OWN.values()]
     for i, case in enumerate(cases):
         results += [difference(case, number, {}) for number in range(len(case["loss"]))]
         results += [
-            difference(case, 0, options) for options in (own if i == 0 else [own[i % len(own)]])
+            difference(case, 0, options)
+            for options in (variants if i == 0 else [variants[i % len(variants)]])
         ]
         results += [difference(case, 1, {}, drop=True)]
     assert max(results) < 1e-6
@@ -203,23 +204,25 @@ def test_what_cannot_be_compared_is_named() -> None:
         "advantage, which stays as recorded: the record lacks the rewards" in notes
         for notes in reasons.values()
     )
-    own = compare_trainers(
+    comparison = compare_trainers(
         frozen(0, {"policy_loss": "ppo"}, drop=True), {"SkyRL": {"micro_batch": 3}}
     )
-    assert {"KL of groups that were dropped before training"} < set(own.not_compared["SkyRL"])
+    assert {"KL of groups that were dropped before training"} < set(
+        comparison.not_compared["SkyRL"]
+    )
     with pytest.raises(LossError, match="trainers: got 'verl'; expected"):
         compare_trainers(batch, "verl")  # type: ignore[arg-type]
-    rows = what_if(own, {"mine": {"aggregation": "prompt_mean"}})
+    rows = what_if(comparison, {"mine": {"aggregation": "prompt_mean"}})
     assert [*rows.table.index] == [RECORDED, "SkyRL", "mine"]
     both = ["dlogprob_norm", "cosine"]
-    assert rows.table.loc["SkyRL", both].equals(own.table.loc["SkyRL", both])
-    assert rows.as_record("SkyRL").loss is own.outputs["SkyRL"]
-    for taken, given in (
+    assert rows.table.loc["SkyRL", both].equals(comparison.table.loc["SkyRL", both])
+    assert rows.as_record("SkyRL").loss is comparison.outputs["SkyRL"]
+    for message, kwargs in (
         ("'SkyRL'.*a row that is there", {}),
         ("policy_logprobs", {"policy_logprobs": []}),
     ):
-        with pytest.raises(LossError, match=taken):
-            what_if(own, {"SkyRL": {}}, **given)
+        with pytest.raises(LossError, match=message):
+            what_if(comparison, {"SkyRL": {}}, **kwargs)
     with pytest.raises(LossError, match="Did you mean 'verl'"):
         compare_trainers(batch, {"Verl": {}})
     with pytest.raises(LossError, match="micro_batch: got 2 updates"):

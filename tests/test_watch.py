@@ -68,8 +68,8 @@ def trainer(
         for r in toy_rows(64)
     ]
     data = Dataset.from_list(rows)
-    own = ("rollout_func", "tools", "processing_class")
-    more = {k: settings.pop(k) for k in own if k in settings}
+    names = ("rollout_func", "tools", "processing_class")
+    more = {k: settings.pop(k) for k in names if k in settings}
     if "eval_steps" in settings:
         more |= {"eval_dataset": data.select(range(8))}
     plain: dict[str, Any] = {
@@ -372,9 +372,9 @@ def test_a_custom_rollout_brings_sampler_logprobs_and_turns(tmp_path: Path):
 
     def rollout(prompts: list, t: Any) -> dict:
         ids = t._tokenizer.apply_chat_template(prompts, add_generation_prompt=True)["input_ids"]
-        answer = t._tokenizer.encode("#### 12", add_special_tokens=False)
-        count = len(answer)
-        turn = [*answer, *answer, *answer, t._tokenizer.eos_token_id]
+        reply = t._tokenizer.encode("#### 12", add_special_tokens=False)
+        count = len(reply)
+        turn = [*reply, *reply, *reply, t._tokenizer.eos_token_id]
         mask = [1] * count + [0] * count + [1] * (count + 1)
         logprobs = [-0.5, None, *[-1.5] * (3 * count - 1)]
         return {

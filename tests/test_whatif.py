@@ -141,14 +141,14 @@ def test_ppo_with_kl_and_correction_is_the_formula():
         flat(record.datums, result.dlogprobs["v"]), g, rtol=1e-12, atol=1e-15
     )
     mass = np.abs(g).sum()
-    own = -x["A"] / len(r)
+    slope = -x["A"] / len(r)
     expected = {
         "dlogprob_norm": np.sqrt((g**2).sum()),
         "clipped": stopped.mean(),
         "positive": np.abs(g)[x["A"] > 0].sum() / mass,
         "negative": np.abs(g)[x["A"] < 0].sum() / mass,
         "kl": np.abs(kl).sum() / (np.abs(kl).sum() + np.abs(surrogate).sum()),
-        "cosine": g @ own / np.sqrt((g @ g) * (own @ own)),
+        "cosine": g @ slope / np.sqrt((g @ g) * (slope @ slope)),
     }
     np.testing.assert_allclose([row[k] for k in expected], list(expected.values()), rtol=1e-10)
     k3 = np.exp(x["ref"] - x["policy"]) - (x["ref"] - x["policy"]) - 1
@@ -502,12 +502,14 @@ def by_hand(module: torch.nn.Module, datum: Datum, dlogprob: np.ndarray) -> torc
 def test_norms_and_products_are_those_of_autograd(options):
     backend = tiny_backend(dtype="float64", **options)
     datums, dlogprobs = random_datums(2)
-    own = torch.stack(
+    gradients = torch.stack(
         [by_hand(backend.policy.state.module, d, s) for d, s in zip(datums, dlogprobs, strict=True)]
     )
     logprobs, norms, products = asyncio.run(backend.policy.sample_gradients(datums, dlogprobs))
-    np.testing.assert_allclose(norms, own.norm(dim=1).numpy(), rtol=1e-5, atol=1e-12)
-    np.testing.assert_allclose(products, (own @ own.sum(0)).numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(norms, gradients.norm(dim=1).numpy(), rtol=1e-5, atol=1e-12)
+    np.testing.assert_allclose(
+        products, (gradients @ gradients.sum(0)).numpy(), rtol=1e-5, atol=1e-6
+    )
     assert norms[2] == norms[3] == 0
     for lp, again in zip(logprobs, asyncio.run(backend.policy.forward(datums)), strict=True):
         np.testing.assert_array_equal(lp.values, again.values)

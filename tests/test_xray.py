@@ -80,8 +80,10 @@ def test_losses_that_are_no_ratio_times_advantage_have_separate_words(loss: str,
             replace(d, old_logprobs=x, sampler_logprobs=x)
             for d, x in zip(fresh.datums, series, strict=True)
         ]
-        found, _ = make_loss_fn(datums, policy_loss=loss)(datums, [torch.tensor(x) for x in series])
-        values.add(round(float(found), 6))
+        loss_value, _ = make_loss_fn(datums, policy_loss=loss)(
+            datums, [torch.tensor(x) for x in series]
+        )
+        values.add(round(float(loss_value), 6))
     assert (len(values) == 2) == (loss in TERM_WORDS and loss not in ("sapo", "clip_cov", "kl_cov"))
 
 
@@ -172,7 +174,7 @@ def deny(record: StepRecord, text: str) -> list[str]:
 
     def claim(pattern: str, truth: Callable[..., bool]) -> None:
         wrong.extend(
-            repr(found[0]) for found in re.finditer(pattern, text) if not truth(*found.groups())
+            repr(match[0]) for match in re.finditer(pattern, text) if not truth(*match.groups())
         )
 
     def close(stated, real):

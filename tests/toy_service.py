@@ -47,7 +47,7 @@ class Service:
 
     def request(self, name, do):
         "Run `do` and answer; a fault drops the request `before` or `after` it was executed."
-        answer = Future()
+        future = Future()
         fault = self.faults.pop(self.requests, None)
         self.requests += 1
         try:
@@ -56,10 +56,10 @@ class Service:
             value = do()
             if fault == "after":
                 raise Dropped(name)
-            answer.set_result(value)
+            future.set_result(value)
         except Exception as error:
-            answer.set_exception(error)
-        return answer
+            future.set_exception(error)
+        return future
 
 
 class Client:
@@ -80,7 +80,7 @@ class Client:
         rows = [self.table[d.model_input] for d in data]
         return [r - np.log(np.exp(r).sum(1, keepdims=True)) for r in rows]
 
-    def answer(self, data):
+    def outputs(self, data):
         picked = [
             r[np.arange(len(r)), d.loss_fn_inputs["target_tokens"].data]
             for d, r in zip(data, self.scores(data), strict=True)
@@ -89,7 +89,7 @@ class Client:
         return SimpleNamespace(loss_fn_outputs=records, metrics={})
 
     def forward(self, data, loss_fn):
-        return self.service.request("forward", lambda: self.answer(data))
+        return self.service.request("forward", lambda: self.outputs(data))
 
     def forward_backward(self, data, loss_fn, config=None):
         def do():
@@ -98,11 +98,11 @@ class Client:
                 dlogprob = w[:, None] * np.exp(r)
                 dlogprob[np.arange(len(r)), d.loss_fn_inputs["target_tokens"].data] -= w
                 np.add.at(self.grad, d.model_input, dlogprob)
-            answer = self.answer(data)
-            for d, output in zip(data, answer.loss_fn_outputs, strict=True):
+            outputs = self.outputs(data)
+            for d, output in zip(data, outputs.loss_fn_outputs, strict=True):
                 loss = -np.dot(d.loss_fn_inputs["weights"].data, output["logprobs"].data)
-                answer.metrics["loss:sum"] = answer.metrics.get("loss:sum", 0.0) + loss
-            return answer
+                outputs.metrics["loss:sum"] = outputs.metrics.get("loss:sum", 0.0) + loss
+            return outputs
 
         return self.service.request("forward_backward", do)
 

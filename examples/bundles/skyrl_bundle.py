@@ -21,10 +21,12 @@ def samples_of(batch):
             for name, ours in OURS.items()
             if batch.get(name) is not None
         }
-        own = tokens[real[i]]
+        sample_tokens = tokens[real[i]]
         yield {
-            "tokens": own,
-            "group": str(own[: len(own) - int(np.sum(completion_mask[i]))].tolist()),
+            "tokens": sample_tokens,
+            "group": str(
+                sample_tokens[: len(sample_tokens) - int(np.sum(completion_mask[i]))].tolist()
+            ),
             **known,
         }
 

@@ -22,8 +22,13 @@ def samples_of(data):
         known = {ours: data[name][i] for name, ours in OURS.items() if data.get(name) is not None}
         prompt = len(tokens) - int(data["response_lengths"][i])
         known = {name: values.float().cpu().numpy() for name, values in known.items()}
-        own = tokens.tolist()
-        yield {"tokens": own, "group": str(own[:prompt]), "reward": float(rewards[i]), **known}
+        token_ids = tokens.tolist()
+        yield {
+            "tokens": token_ids,
+            "group": str(token_ids[:prompt]),
+            "reward": float(rewards[i]),
+            **known,
+        }
 
 
 def record(args, rollout_id, rollout_data):

@@ -31,10 +31,10 @@ class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
 
 class Retry(vf.Env[vf.SingleAgentEnvConfig]):
     async def run(self, task: Sum, agents: vf.Agents) -> None:
-        async with agents.agent.interaction(task) as talk:
-            await talk.turn()
-            if toy_reward(talk.trace.last_reply, task.data.answer) == 0:
-                await talk.turn("Try again.")
+        async with agents.agent.interaction(task) as chat:
+            await chat.turn()
+            if toy_reward(chat.trace.last_reply, task.data.answer) == 0:
+                await chat.turn("Try again.")
 
 
 class Asks(vf.Harness[vf.HarnessConfig]):

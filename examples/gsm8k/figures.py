@@ -69,7 +69,9 @@ async def measure(run: rln.Run, out: Path) -> None:
     assert cfg.max_rows is not None
     rows = rln.load_rows(cfg.dataset, system_prompt=cfg.system_prompt)
     held_out = short(rows[cfg.max_rows :])[:HELD_OUT]
-    own = rln.load_rows(HERE / "sample.jsonl", max_rows=SHOWN, system_prompt=cfg.system_prompt)
+    shown_rows = rln.load_rows(
+        HERE / "sample.jsonl", max_rows=SHOWN, system_prompt=cfg.system_prompt
+    )
     there = set(pd.read_json(out, lines=True)["step"]) if out.exists() else set()
     async with await rln.open_backend(cfg, print) as backend:
         for step in sorted({0, result.step} - there):
@@ -77,7 +79,7 @@ async def measure(run: rln.Run, out: Path) -> None:
                 await backend.policy.load_state(result.state, optimizer=False)
                 await rln.sync_weights(backend, f"step-{step}")
             sampled = {"held out": await answers(backend, cfg, held_out, TIMES)}
-            sampled["shown"] = await answers(backend, cfg, own, 1)
+            sampled["shown"] = await answers(backend, cfg, shown_rows, 1)
             lines = [
                 {"step": step, "set": name, **line}
                 for name, several in sampled.items()
@@ -120,11 +122,11 @@ def curve(metrics: pd.DataFrame, held: pd.DataFrame) -> str:
     )
 
 
-def completions(own: pd.DataFrame) -> str:
+def completions(shown: pd.DataFrame) -> str:
     "For example rows: the completion before training, and the one after it."
     questions = {row.key: row.data["question"] for row in rln.load_rows(HERE / "sample.jsonl")}
     parts = []
-    for row, of_row in own.groupby("row", sort=False):
+    for row, of_row in shown.groupby("row", sort=False):
         parts.append(f"**{questions[str(row)]}**")
         for name, reported in zip(("before", "after"), of_row.to_dict("records"), strict=True):
             parts.append(
@@ -139,7 +141,7 @@ def main(folder: Path) -> None:
     asyncio.run(measure(run, out))
     result = pd.read_json(out, lines=True, dtype={"row": str})
     held = result[result["set"] == "held out"]
-    own = result[result["set"] == "shown"]
+    shown = result[result["set"] == "shown"]
     names = [
         "reward",
         *(n for n in result if f"rewards/{n}/mean" in run.metrics()),
@@ -148,7 +150,7 @@ def main(folder: Path) -> None:
     ]
     (folder / "curve.svg").write_text(curve(run.metrics(), held), encoding="utf-8")
     (folder / "figures.md").write_text(
-        f"{table(held, names)}\n\n{completions(own)}\n", encoding="utf-8"
+        f"{table(held, names)}\n\n{completions(shown)}\n", encoding="utf-8"
     )
     print(table(held, names))
 

@@ -67,6 +67,6 @@ def short(rows: Sequence[rln.Row]) -> list[rln.Row]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--resume", action="store_true", help="continue the run in --log-path")
-    given, rest = parser.parse_known_args()
+    args, rest = parser.parse_known_args()
     cfg = Config.from_yaml(HERE / "config.yaml", OURS | option_values(rest))
-    print(main(cfg, rows=ask(short(load_problem(cfg).rows)), resume=given.resume))
+    print(main(cfg, rows=ask(short(load_problem(cfg).rows)), resume=args.resume))

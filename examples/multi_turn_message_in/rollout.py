@@ -28,18 +28,20 @@ def make_rollout_fn(
     async def rollout_fn(sample_prompt: dict[str, Any]) -> rln.RolloutSample | None:
         "Called once per sample: a conversation to its end."
         row = rln.Row(key=sample_prompt.get("key", ""), messages=tuple(sample_prompt["messages"]))
-        talk = rln.start_conversation(setup.tokenizer, row)
+        conversation = rln.start_conversation(setup.tokenizer, row)
         while True:
             params = rln.SampleParams(
-                **setup.sample_kwargs, seed=prompt_seed(sample_prompt["seed"], talk.turns)
+                **setup.sample_kwargs, seed=prompt_seed(sample_prompt["seed"], conversation.turns)
             )
-            [completion] = await setup.sampler.sample(talk.tokens, params)
-            talk = talk.add_completion(completion)
+            [completion] = await setup.sampler.sample(conversation.tokens, params)
+            conversation = conversation.add_completion(completion)
             right = is_right(completion.text, sample_prompt["answer"])
             # no room to answer, and no end of turn to reply to
             cut = completion.finish_reason == "length"
-            if right or right is None or cut or talk.turns == max_turns:
-                return talk.to_sample(reward(right, retries=talk.turns - 1), right=right)
-            talk = talk.add_messages({"role": "user", "content": feedback})
+            if right or right is None or cut or conversation.turns == max_turns:
+                return conversation.to_sample(
+                    reward(right, retries=conversation.turns - 1), right=right
+                )
+            conversation = conversation.add_messages({"role": "user", "content": feedback})
 
     return rollout_fn

@@ -27,14 +27,16 @@ CALC = {
 
 async def solve(client: AsyncOpenAI, messages: list[Any]) -> str:
     "Ask, compute what the model wants to have computed, ask again; returns what it says in the end."
-    talk = [*messages]
+    conversation = [*messages]
     for _ in range(MAX_TURNS):
-        reply = await client.chat.completions.create(model="policy", messages=talk, tools=[CALC])
+        reply = await client.chat.completions.create(
+            model="policy", messages=conversation, tools=[CALC]
+        )
         message = reply.choices[0].message
-        talk.append(message)
+        conversation.append(message)
         if not message.tool_calls:
             break
         for call in message.tool_calls:
             result = respond(json.loads(call.function.arguments)["expression"])
-            talk.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            conversation.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return message.content or ""

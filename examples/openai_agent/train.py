@@ -78,8 +78,8 @@ async def run(
     async def play(sample_prompt: dict[str, Any]) -> RolloutRun:
         "One rollout: the agent, at a separate address."
         with server.rollout() as rollout:
-            own = client.with_options(base_url=rollout.url, api_key=rollout.key)
-            text = await solve(own, sample_prompt["messages"])
+            rollout_client = client.with_options(base_url=rollout.url, api_key=rollout.key)
+            text = await solve(rollout_client, sample_prompt["messages"])
         return rollout.to_run(rln.gsm8k_reward(text, sample_prompt["answer"]))
 
     async with (
@@ -116,8 +116,8 @@ if __name__ == "__main__":
         help="supervised steps that show what a call looks like",
     )
     parser.add_argument("--library", action="store_true", help="the agent of library.py")
-    given, rest = parser.parse_known_args()
-    agent = import_module("library" if given.library else "agent")
+    args, rest = parser.parse_known_args()
+    agent = import_module("library" if args.library else "agent")
     asyncio.run(
-        run(rln.Config.from_dict(SETTINGS, option_values(rest)), given.warm_start, agent.solve)
+        run(rln.Config.from_dict(SETTINGS, option_values(rest)), args.warm_start, agent.solve)
     )

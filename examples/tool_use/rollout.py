@@ -44,20 +44,22 @@ def make_rollout_fn(
 
     async def rollout_fn(sample_prompt: dict[str, Any]) -> rln.RolloutSample | None:
         "Called once per sample: turns until the policy answers, or has had all that it gets."
-        talk = begin(setup, sample_prompt)
+        conversation = begin(setup, sample_prompt)
         calls = 0
         for turn in range(MAX_TURNS):
             params = rln.SampleParams(
                 **setup.sample_kwargs, seed=prompt_seed(sample_prompt["seed"], turn)
             )
-            [completion] = await setup.sampler.sample(talk.tokens, params)
-            talk = talk.add_completion(completion)
+            [completion] = await setup.sampler.sample(conversation.tokens, params)
+            conversation = conversation.add_completion(completion)
             expression = call_in(completion.text) if completion.finish_reason == "stop" else None
             if expression is None or turn == MAX_TURNS - 1:
                 break
-            talk = talk.add_messages({"role": "user", "content": respond(expression)})
+            conversation = conversation.add_messages(
+                {"role": "user", "content": respond(expression)}
+            )
             calls = calls + 1
         right = rln.gsm8k_reward(completion.text, sample_prompt["answer"])
-        return talk.to_sample(right, calls=calls)
+        return conversation.to_sample(right, calls=calls)
 
     return rollout_fn

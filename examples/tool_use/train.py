@@ -45,7 +45,8 @@ def curve(say: Callable[[str], Any], every: int = 10) -> Callable[[rln.StepRecor
         seen.append(shares([s for g in record.groups for s in g.samples]))
         if len(seen) % every == 0:
             means = {
-                name: float(np.mean([found[name] for found in seen[-every:]])) for name in seen[0]
+                name: float(np.mean([metrics_of_step[name] for metrics_of_step in seen[-every:]]))
+                for name in seen[0]
             }
             say(line(f"  steps to {record.step}", means))
 
@@ -83,7 +84,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--warm-start", type=int, help=f"supervised steps first; the small model needs {WARM_STEPS}"
     )
-    given, rest = parser.parse_known_args()
+    args, rest = parser.parse_known_args()
     cfg = Config.from_dict(SETTINGS, option_values(rest))
     default = WARM_STEPS if cfg.base_model == "tiny" else 0
-    asyncio.run(run(cfg, default if given.warm_start is None else given.warm_start))
+    asyncio.run(run(cfg, default if args.warm_start is None else args.warm_start))

@@ -23,28 +23,31 @@ BATCH = 32  # traces per step
 CALLS = 0.5  # share of traces that call
 
 
-def with_reply(talk: Conversation, text: str) -> Conversation:
+def with_reply(conversation: Conversation, text: str) -> Conversation:
     "With a turn that was written, not sampled."
-    tokens = [*talk.tokenizer.encode(text, add_special_tokens=False), talk.tokenizer.eos_token_id]
-    return talk.add_completion(
-        rln.Completion(talk.tokens, tokens, logprobs=np.zeros(len(tokens)), text=text)
+    tokens = [
+        *conversation.tokenizer.encode(text, add_special_tokens=False),
+        conversation.tokenizer.eos_token_id,
+    ]
+    return conversation.add_completion(
+        rln.Completion(conversation.tokens, tokens, logprobs=np.zeros(len(tokens)), text=text)
     )
 
 
 def trace(tokenizer: Any, row: Mapping[str, Any], rng: np.random.Generator) -> rln.Datum:
     "One demonstration, with the mask of a rollout: 1 on what the assistant says."
-    talk = rln.start_conversation(
+    conversation = rln.start_conversation(
         tokenizer, rln.Row(key=row["expression"], messages=tuple(row["messages"]))
     )
     if rng.random() < CALLS:
         result = respond(row["expression"])
-        talk = with_reply(talk, f"calc({row['expression']})").add_messages(
+        conversation = with_reply(conversation, f"calc({row['expression']})").add_messages(
             {"role": "user", "content": result}
         )
-        talk = with_reply(talk, f"#### {result.removeprefix('= ')}")
+        conversation = with_reply(conversation, f"#### {result.removeprefix('= ')}")
     else:
-        talk = with_reply(talk, f"#### {rng.integers(100)}")
-    sample = talk.to_sample()
+        conversation = with_reply(conversation, f"#### {rng.integers(100)}")
+    sample = conversation.to_sample()
     return datum_from_tokens_weights(sample.tokens, sample.loss_mask)
 
 

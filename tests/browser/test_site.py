@@ -75,10 +75,12 @@ def test_the_landing_page_shows_the_dashboard(read: Callable[..., Page]):
 def test_a_search_finds_a_name_and_a_word(read: Callable[..., Page]):
     page = read("index")
     first = page.locator("#search-results li a").first
-    for asked, found in SEARCHES.items():
+    for asked, page_path in SEARCHES.items():
         page.locator(".sidebar-search").fill(asked)
         page.keyboard.press("Enter")
-        expect(first).to_have_attribute("href", re.compile(rf"^{re.escape(found)}(\?.*)?(#.*)?$"))
+        expect(first).to_have_attribute(
+            "href", re.compile(rf"^{re.escape(page_path)}(\?.*)?(#.*)?$")
+        )
     page.screenshot(path=SHOTS / "site_search.png")
     page.locator("#search-results li a").first.click()
     expect(page.locator("h1").first).to_be_visible()

@@ -130,11 +130,11 @@ FILTERS = [
 
 def test_filters_read_what_one_types(show: Callable[..., Locator]):
     table = show()
-    for column, wanted, found in FILTERS:
+    for column, wanted, matches in FILTERS:
         field = table.get_by_label(f"Filter by {column}")
         field.fill(wanted)
-        assert "".join(all_ids(table)) == found, wanted
-        expect(table.get_by_role("status")).to_contain_text(f"{len(found)} of 5 rows")
+        assert "".join(all_ids(table)) == matches, wanted
+        expect(table.get_by_role("status")).to_contain_text(f"{len(matches)} of 5 rows")
         field.fill("")
 
 

@@ -203,13 +203,13 @@ class Trainer:
         for at in range(0, len(order), self.batch):
             part = order[at : at + self.batch]
             self.of_pass = []
-            for i, found in zip(
+            for i, values in zip(
                 part, self._pass(model, [datums[i].tokens for i in part]), strict=True
             ):
-                series[i] = found
+                series[i] = values
             # a bug with a separate pass tells none
-            for i, found in zip(part, self.of_pass, strict=False):
-                self.entropies[i] = found
+            for i, values in zip(part, self.of_pass, strict=False):
+                self.entropies[i] = values
         holes = [torch.from_numpy(np.where(d.active, 0.0, np.nan)).float() for d in datums]
         return [s + hole for s, hole in zip(series, holes, strict=True)]
 
@@ -228,9 +228,11 @@ class Trainer:
         chances = torch.distributions.Categorical(
             logits=logits.float() / self.temperature, validate_args=False
         )
-        own = [slice(int(a), int(a) + len(r) - 1) for a, r in zip(starts[:, 0], rows, strict=True)]
-        self.of_pass = [h[part] for h, part in zip(chances.entropy().detach(), own, strict=True)]
-        return [p[part] for p, part in zip(chances.log_prob(ids[:, 1:]), own, strict=True)]
+        slices = [
+            slice(int(a), int(a) + len(r) - 1) for a, r in zip(starts[:, 0], rows, strict=True)
+        ]
+        self.of_pass = [h[part] for h, part in zip(chances.entropy().detach(), slices, strict=True)]
+        return [p[part] for p, part in zip(chances.log_prob(ids[:, 1:]), slices, strict=True)]
 
     def as_logprobs(self, series: Sequence[Tensor]) -> list[Logprobs]:
         "Series with what is true of them as far as a trainer knows."

@@ -116,11 +116,13 @@ class Run:
         if turns == 1:
             return [await sample_completions(self.server, p, params) for p in prompts]
         return [
-            Rollouts(p, tuple([await self.talk(p, turns, i, params) for i in range(params.n)]))
+            Rollouts(
+                p, tuple([await self.play_turns(p, turns, i, params) for i in range(params.n)])
+            )
             for p in prompts
         ]
 
-    async def talk(
+    async def play_turns(
         self, prompt: Prompt, turns: int, index: int, params: SampleParams
     ) -> RolloutSample:
         "One conversation, whose answers meet with the same words each time."

@@ -198,13 +198,13 @@ def test_no_reply_of_a_sampler_loses_an_update_or_a_sync(well: int) -> None:
     async def run() -> None:
         loop = loop_on(local())
         asked = list[int]()
-        answer = loop.backend.sampler.logprobs
+        score = loop.backend.sampler.logprobs
 
         async def first_only(tokens: Any) -> Any:
             asked.append(len(tokens))
             if len(asked) > well:
                 raise BackendError("the server", got="no answer")
-            return await answer(tokens)
+            return await score(tokens)
 
         loop.backend.sampler.logprobs = first_only
         for step in (1, 2, 3):
@@ -220,11 +220,11 @@ def test_no_number_is_no_evidence(value: float, well: int) -> None:
     async def run() -> None:
         loop = loop_on(local())
         asked = list[int]()
-        answer = loop.backend.sampler.logprobs
+        score = loop.backend.sampler.logprobs
 
         async def spoilt(tokens: Any) -> Any:
             asked.append(len(tokens))
-            scored = await answer(tokens)
+            scored = await score(tokens)
             return (
                 scored
                 if len(asked) <= well
