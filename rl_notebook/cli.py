@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from .config.config import Config
-from .core.options import SURROGATE_PARAMS, leaf_types, nearest, sub_configs
+from .core.validation import leaf_types, nearest, sub_configs
+from .core.loss_params import SURROGATE_PARAMS
 from .config.aliases import RENAMED, was_chosen, yaml_value
 from . import __version__
 from .core.types import AlignmentError, ConfigError, DatumError, RecordError

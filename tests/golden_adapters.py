@@ -40,9 +40,9 @@ from rl_notebook.core.types import (
     TensorData,
 )
 from rl_notebook.core.datums import build_grpo_datums, datum_from_tokens_weights
+from rl_notebook.core.loss_params import TRL_PRESETS
 from rl_notebook.core.losses import (
     POLICY_LOSSES,
-    TRL_PRESETS,
     LossOptions,
     SideData,
     loss_metrics,

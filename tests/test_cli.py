@@ -27,7 +27,7 @@ from tiny_models import one_thread  # noqa: F401 (the fixture is used by every t
 from rl_notebook import cli
 from rl_notebook.cli import main, option_values, parse_train
 from rl_notebook.config.config import Config
-from rl_notebook.core.options import leaf_types
+from rl_notebook.core.validation import leaf_types
 from rl_notebook.runs import run as run_module
 from rl_notebook.core.advantages import has_no_signal
 from rl_notebook.runs.run import Run, RunFolder

@@ -31,7 +31,7 @@ from rl_notebook.config.settings import AdvantageScale
 from rl_notebook.cli import default_of, parse_train
 from rl_notebook.core.types import BackendError, ConfigError, LossError, SampleParams
 from rl_notebook.core.losses import POLICY_LOSSES, LossOptions
-from rl_notebook.core.options import KLEstimator
+from rl_notebook.core.loss_params import KLEstimator
 from rl_notebook.runs.run import Run, RunFolder, differing
 
 MODEL = "accounts/fireworks/models/qwen3-8b"

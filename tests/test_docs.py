@@ -20,7 +20,7 @@ import pytest
 import rl_notebook
 from rl_notebook.cli import main
 from rl_notebook.config.config import Config
-from rl_notebook.core.options import leaf_types
+from rl_notebook.core.validation import leaf_types
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.task.models import load_model
 

@@ -25,7 +25,7 @@ from tiny_models import byte_tokenizer, one_thread  # noqa: F401 (the fixture is
 
 from rl_notebook.config.config import Config
 from rl_notebook.config.aliases import NEUTRAL, OTHER_WORDS, RENAMED, SPELLED
-from rl_notebook.core.options import leaf_types, sub_configs
+from rl_notebook.core.validation import leaf_types, sub_configs
 from rl_notebook.core.types import RLNotebookError
 from rl_notebook.recipes.rl_loop import Problem, main
 from rl_notebook.runs.run import Run

@@ -28,7 +28,7 @@ from rl_notebook.core.losses import (
     register_loss,
 )
 from rl_notebook.core.metrics import step_metrics
-from rl_notebook.core.options import SURROGATE_PARAMS
+from rl_notebook.core.loss_params import SURROGATE_PARAMS
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.loop.step import evaluate_loss, loss_factory
 from rl_notebook.task.toy import toy_reward, toy_rows

@@ -29,8 +29,14 @@ from ..core.types import ConfigError, check_replaceable, normalize_off
 from ..core.types import quoted, without_keys
 from ..core.files import read_file, write_file
 from ..core.trust import mark_names, trusted_names
-from ..core.options import SURROGATE_PARAMS, TRL_PRESETS, LossParams, leaf_types
-from ..core.options import nearest, option_class, sub_configs, unknown_settings
+from rl_notebook.core.validation import (
+    leaf_types,
+    nearest,
+    option_class,
+    sub_configs,
+    unknown_settings_error,
+)
+from ..core.loss_params import SURROGATE_PARAMS, TRL_PRESETS, LossParams
 from .settings import TaskSettings, LossSettings
 
 # %% auto #0
@@ -579,7 +585,7 @@ def check_known(cls: type, given: Iterable[str]) -> None:
         ]
         suggestions[name] = nearest(name.removeprefix(f"{head}."), same_level)
     if suggestions:
-        raise unknown_settings("Config", suggestions)
+        raise unknown_settings_error("Config", suggestions)
 
 # %% ../../nbs/config/01_aliases.ipynb #33f36147
 def _agree(a: Any, b: Any) -> bool:

@@ -16,16 +16,16 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from ..core.types import ConfigError, LossError, SampleParams, quoted
-from rl_notebook.core.options import (
+from rl_notebook.core.validation import (
     Bool,
     Int,
     Plain,
     Positive,
     Text,
     Texts,
-    listed,
-    option_class,
+    combined_error,
     nearest,
+    option_class,
 )
 from rl_notebook.config.settings import (
     RULES,
@@ -364,7 +364,7 @@ def _check(cfg: Config) -> None:
             name, where="Config", got=A_KEY, expected="a setting that may be shown", fix=KEYLESS
         )
     if complaints := [complaint for rules in (*RULES, *SERVICE_RULES) for complaint in rules(cfg)]:
-        raise listed(complaints, "Config", ConfigError)
+        raise combined_error(complaints, "Config", ConfigError)
 
 # %% ../../nbs/config/02_config.ipynb #75113cd8
 Settings = TypeVar("Settings")

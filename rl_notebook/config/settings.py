@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field, WrapValidator
 from ..core.types import MIN_TEMPERATURE, OFF, AdamParams, SampleParams, quoted
 from ..core.advantages import BATCH_SCALES, WITHOUT_STD, AdvantageScale
 from ..core.trust import IMPORT_PATH
-from rl_notebook.core.options import (
+from rl_notebook.core.validation import (
     AnyText,
     AnyTexts,
     Bool,
@@ -29,10 +29,15 @@ from rl_notebook.core.options import (
     NotNegative,
     Plain,
     Positive,
+    PositiveShare,
     Share,
+    Text,
+    Texts,
+    Whole,
+    as_list,
+    option_class,
 )
-from ..core.options import SURROGATE_PARAMS, LossParams, SomeShare, Text, Texts, Whole
-from ..core.options import loss_faults, option_class, several
+from ..core.loss_params import SURROGATE_PARAMS, LossParams, loss_faults
 
 # %% auto #0
 __all__ = []
@@ -98,7 +103,7 @@ class TaskSettings:
     steps: AtPrompts[Count | None] = None
     shuffle: Past[Bool] = True  # another order of the rows in each epoch, by `seed`
     # share of epochs in which a row comes that is never or always solved; None = all
-    difficulty_sampling: Past[SomeShare | None] = None
+    difficulty_sampling: Past[PositiveShare | None] = None
     # random numbers derive from (seed, number of the row in the run, number of the sample)
     seed: Past[Seed] = 0
     eval_rows: Opened[Whole] = 0  # number of held-out rows to score; 0 = no evaluation
@@ -127,7 +132,7 @@ class SamplingSettings:
     # number above 0 that divides the logits
     temperature: Annotated[Float, Field(ge=MIN_TEMPERATURE)] = 1.0
     # nucleus sampling: smallest set of tokens with this probability; 1 = all
-    top_p: SomeShare = 1.0
+    top_p: PositiveShare = 1.0
     top_k: Whole = 0  # sample among the k most likely tokens; 0 = all
     min_p: Share = 0.0  # leave out tokens less likely than this share of the likeliest; 0 = none
     # divides positive logits of tokens in the text and multiplies negative ones; 1 = none
@@ -285,7 +290,7 @@ def _keep_as_passed(value: Any, check: Callable[[Any], Any]) -> Any:
 
 TrackerName = Literal["wandb", "trackio", "tensorboard"]
 Trackers = Annotated[
-    tuple[Annotated[TrackerName, WrapValidator(_keep_as_passed)], ...], BeforeValidator(several)
+    tuple[Annotated[TrackerName, WrapValidator(_keep_as_passed)], ...], BeforeValidator(as_list)
 ]
 
 
@@ -340,7 +345,7 @@ class ScheduleSettings:
     # rollouts that the chat template cannot continue: drop them, or raise an error
     on_template_mismatch: Literal["drop", "raise"] = "drop"
     # share of rollouts that may lose their connection; more end the run; 1 = all
-    max_rollout_failure_rate: SomeShare = 0.5
+    max_rollout_failure_rate: PositiveShare = 0.5
 
 # %% ../../nbs/config/00_settings.ipynb #72e8964b
 @option_class

@@ -22,7 +22,7 @@ from rl_notebook.core.losses import (
     loss_terms,
     tis_weights,
 )
-from .options import SEQUENCE_RATIO
+from .loss_params import SEQUENCE_RATIO
 
 # %% auto #0
 __all__ = []

@@ -23,15 +23,15 @@ from .align import require_finite
 from .types import AlignmentError, Datum, LossError, RLNotebookError
 from .trust import IMPORT_PATH
 from .imports import named_function
-from rl_notebook.core.options import (
-    SURROGATE_PARAM_NAMES,
+from rl_notebook.core.loss_params import (
     SEQUENCE_RATIO,
     SURROGATE_PARAMS,
-    TRL_PRESETS,
+    SURROGATE_PARAM_NAMES,
     Aggregation,
     LossParams,
+    loss_faults,
 )
-from .options import loss_faults, nearest, option_class
+from .validation import nearest, option_class
 
 # %% auto #0
 __all__ = ['PolicyLoss', 'POLICY_LOSSES', 'AGGREGATIONS', 'KL_ESTIMATORS', 'LOSS_PARAMETERS', 'ActiveTokens', 'LossOptions',

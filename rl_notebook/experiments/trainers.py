@@ -19,12 +19,12 @@ __all__ = ['compare_trainers']
 # %% ../../nbs/experiments/01_trainers.ipynb #aaa9dba9
 from ..core.advantages import WITHOUT_STD, has_no_signal
 from rl_notebook.core.losses import (
-    SURROGATE_PARAM_NAMES,
     POLICY_LOSSES,
     LossOptions,
     natural_denominator,
 )
-from ..core.options import nearest
+from ..core.loss_params import SURROGATE_PARAM_NAMES
+from ..core.validation import nearest
 from ..core.types import Datum, LossError, LossOutput, quoted
 from ..runs.records import StepRecord
 from rl_notebook.experiments.whatif import (

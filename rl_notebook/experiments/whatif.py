@@ -36,7 +36,8 @@ from ..task.data import Row, make_row
 from ..show.html import frame_html
 from ..core.losses import SURROGATE_PARAM_NAMES, POLICY_LOSSES, LossOptions
 from ..core.trust import IMPORT_PATH, NameFromFile
-from ..core.options import NO_RATIO, nearest
+from ..core.validation import nearest
+from ..core.loss_params import NO_RATIO
 from ..core.retries import together
 from ..runs.records import StepRecord, expect
 from ..task.rewards import Limits, RewardFn, as_reward_fns, blocking, graded, score

@@ -25,7 +25,7 @@ from rl_notebook.core.types import (
     RecordError,
     RolloutSample,
 )
-from ..core.options import NO_RATIO, SURROGATE_PARAMS
+from ..core.loss_params import NO_RATIO, SURROGATE_PARAMS
 from rl_notebook.runs.records import (
     StepRecord,
     begins,

@@ -14,7 +14,7 @@ __all__ = ['Changed']
 
 # %% ../../nbs/loop/06_change.ipynb #8f69ebed
 from ..core.advantages import AdvantageFn
-from ..core.options import marked
+from ..core.validation import marked
 from ..core.types import ConfigError, PhaseError
 from ..config.config import Config, LossSettings, UpdateSettings, completions_at_once
 from .rollouts import CircuitBreaker, bounded

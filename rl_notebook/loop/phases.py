@@ -24,7 +24,8 @@ from ..config.config import Config
 from ..config.settings import lr_factor, next_bonus
 from ..core.advantages import has_no_signal
 from ..core.datums import attach, datum_from_sample
-from ..core.losses import POLICY_LOSSES, SURROGATE_PARAM_NAMES, LossOptions
+from ..core.loss_params import SURROGATE_PARAM_NAMES
+from ..core.losses import POLICY_LOSSES, LossOptions
 from ..core.imports import source_hash
 from ..core.retries import together
 from rl_notebook.core.types import (

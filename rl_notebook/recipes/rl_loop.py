@@ -27,7 +27,7 @@ from ..config.config import resumes_there, Config
 from ..core.metrics import evaluation_names
 from ..config.settings import on_hub
 from ..config.aliases import was_chosen
-from ..core.options import nearest
+from ..core.validation import nearest
 from rl_notebook.core.types import (
     ConfigError,
     DataError,

@@ -25,7 +25,7 @@ from ..core.types import ConfigError, RLNotebookError, check_replaceable, quoted
 from ..task.data import Row
 from ..core.losses import POLICY_LOSSES
 from ..core.trust import IMPORT_PATH, names_in
-from ..core.options import SURROGATE_PARAMS
+from ..core.loss_params import SURROGATE_PARAMS
 from ..loop.state import Loop
 from .rl_loop import load_problem, write_rows
 from ..task.rewards import REWARDS, RewardFn, as_reward_fns, reward_fn

@@ -29,7 +29,7 @@ import numpy as np
 import pandas as pd
 
 from ..core.advantages import has_no_signal
-from ..core.options import LossParams
+from ..core.loss_params import LossParams
 from ..core.datums import sample_of
 from ..core.metrics import reward_names
 from ..backends.base import GradNormalization

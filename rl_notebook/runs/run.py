@@ -29,7 +29,7 @@ import numpy as np
 import pandas as pd
 
 from ..config.config import Config
-from ..core.options import marked
+from ..core.validation import marked
 from rl_notebook.config.aliases import (
     A_KEY,
     KEYLESS,

@@ -23,7 +23,7 @@ import pandas as pd
 
 from ..core.losses import make_loss_fn, reads_entropy
 from ..core.metrics import step_metrics
-from ..core.options import TRL_PRESETS
+from ..core.loss_params import TRL_PRESETS
 from ..config.aliases import canonical
 from ..config.settings import LossSettings
 from rl_notebook.core.types import (

@@ -28,7 +28,7 @@ import httpx
 import numpy as np
 
 from ..config.settings import address_trouble, on_hub
-from ..core.options import nearest
+from ..core.validation import nearest
 from rl_notebook.core.types import (
     DataError,
     RolloutSample,

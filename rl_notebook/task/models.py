@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from rl_notebook.core.files import new_folder
-from rl_notebook.core.options import nearest
+from rl_notebook.core.validation import nearest
 from rl_notebook.core.types import (
     BackendError,
     ConfigError,

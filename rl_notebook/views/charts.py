@@ -25,7 +25,7 @@ from ..core.types import RecordError
 from ..show.html import escape_unseen, image
 from ..runs.records import StepRecord, expect_records
 from ..runs.run import flat_settings
-from ..core.options import nearest
+from ..core.validation import nearest
 from rl_notebook.views.payloads import (
     History,
     downsample,

@@ -27,7 +27,7 @@ from rl_notebook.core.types import (
     RolloutSample,
 )
 from ..show.html import prompt_text, shown_text, token_texts
-from ..core.options import SEQUENCE_RATIO
+from ..core.loss_params import SEQUENCE_RATIO
 from ..runs.records import StepRecord, expect, scored_first, utf8
 from ..runs.run import metrics_row
 from ..insight.doctor.evidence import Evidence, gather, mismatch
