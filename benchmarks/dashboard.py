@@ -129,18 +129,18 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write every figure here")
     parser.add_argument("--repeats", type=int, default=40)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     load = os.getloadavg()[0]
-    results = asyncio.run(main(asked.repeats))
+    results = asyncio.run(main(args.repeats))
     print(table(results))
     print(
         f"load of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after, {os.cpu_count()} cores"
     )
-    if asked.json:
+    if args.json:
         about = {
             "load": [load, os.getloadavg()[0]],
             "cores": os.cpu_count(),
-            "repeats": asked.repeats,
+            "repeats": args.repeats,
         }
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps({**about, "results": results}, indent=1))
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({**about, "results": results}, indent=1))

@@ -109,11 +109,11 @@ def word_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, vocab)}
     raw = Tokenizer(models.WordLevel(words, unk_token="w2"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    made = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", padding_side="left"
     )
-    made.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w3{% endif %}"
-    return made
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w3{% endif %}"
+    return tokenizer
 
 
 class Backend:
@@ -130,10 +130,12 @@ class Backend:
 
     def sample(self, prompts: Sequence[Sequence[int]], **kwargs: Any) -> list[Any]:
         "Completions of all prompts, sampled together; the n-th prompt has the seed n."
-        asked = [SampleParams(seed=i, **kwargs) for i in range(len(prompts))]
+        params_of_prompts = [SampleParams(seed=i, **kwargs) for i in range(len(prompts))]
 
         async def all_of_them() -> list[list[Any]]:
-            return await asyncio.gather(*map(self.backend.sampler.sample, prompts, asked))
+            return await asyncio.gather(
+                *map(self.backend.sampler.sample, prompts, params_of_prompts)
+            )
 
         return [c for completions in self.run(all_of_them()) for c in completions]
 
@@ -429,10 +431,10 @@ def measure(
     )
     progress(agreed(result))
     result["attention"] = {d: kernels(plan.device, d) for d in ("float32", "bfloat16")}
-    for dtype, taken in result["attention"].items():
+    for dtype, seconds in result["attention"].items():
         progress(
             f"attention in {dtype}: "
-            + ", ".join(f"{name} {kernel}" for name, kernel in taken.items())
+            + ", ".join(f"{name} {kernel}" for name, kernel in seconds.items())
         )
     side = Backend(
         SHAPES[plan.shape].model(),

@@ -441,12 +441,12 @@ async def in_turns(
     settings: list[Setting] = []
     for turn in range(repeats):
         first = await one_run(alone, backend)
-        asked = replace(setting, latency=first.period) if paced_by_training else setting
-        settings.append(asked)
-        runs["sampling"].append(await one_run(asked, backend, still=True))
+        paced_setting = replace(setting, latency=first.period) if paced_by_training else setting
+        settings.append(paced_setting)
+        runs["sampling"].append(await one_run(paced_setting, backend, still=True))
         for kind in ("synchronous", "asynchronous")[:: 1 if turn % 2 else -1]:
             runs[kind].append(
-                await one_run(replace(asked, synchronous=kind == "synchronous"), backend)
+                await one_run(replace(paced_setting, synchronous=kind == "synchronous"), backend)
             )
         last = await one_run(alone, backend)
         runs["training"].append(replace(first, wall=(first.wall + last.wall) / 2))
@@ -468,10 +468,10 @@ async def measure_service(
     async with await open_tinker(
         **settings, tokenizer="tiny", conformance="off", probing=False
     ) as backend:
-        made = await in_turns("emulator, made-up answers", setting, backend, repeats, say, True)
+        results = await in_turns("emulator, made-up answers", setting, backend, repeats, say, True)
         sampled = replace(setting, sampled=True)
         return [
-            made,
+            results,
             await in_turns(
                 "emulator, completions sampled after the wait", sampled, backend, repeats, say, True
             ),

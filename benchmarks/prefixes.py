@@ -57,7 +57,7 @@ SETTINGS = {
 def datums_of(setting: Setting, vocabulary: int) -> list[Datum]:
     "Random groups."
     rng = np.random.default_rng(0)
-    made = []
+    datums = []
     for group in range(setting.prompts):
         prompt = rng.integers(0, vocabulary, setting.prompt_tokens)
         for sample in range(setting.completions):
@@ -68,10 +68,10 @@ def datums_of(setting: Setting, vocabulary: int) -> list[Datum]:
             )
             tokens = [*prompt, *rng.integers(0, vocabulary, n)]
             mask = [0.0] * (len(prompt) - 1) + [1.0] * n
-            made.append(
+            datums.append(
                 Datum(tokens, mask, advantage=float(rng.normal()), group=group, sample=sample)
             )
-    return made
+    return datums
 
 
 @dataclass
@@ -136,17 +136,20 @@ def measure(setting: Setting, progress: Callable[[str], None] = print) -> dict[s
 
 def times(sides: dict[str, Side]) -> dict[str, Any]:
     "Medians after the first round."
-    kept = {name: {what: s[1:] for what, s in side.seconds.items()} for name, side in sides.items()}
+    seconds = {
+        name: {what: s[1:] for what, s in side.seconds.items()} for name, side in sides.items()
+    }
     medians = {
         name: {what: statistics.median(s) for what, s in parts.items()}
-        for name, parts in kept.items()
+        for name, parts in seconds.items()
     }
 
     def pairs(what):
-        return zip(kept["each"][what], kept["once"][what], strict=True)
+        return zip(seconds["each"][what], seconds["once"][what], strict=True)
 
     ratio = {
-        what: statistics.median(each / once for each, once in pairs(what)) for what in kept["each"]
+        what: statistics.median(each / once for each, once in pairs(what))
+        for what in seconds["each"]
     }
     return {
         "seconds": medians,

@@ -119,13 +119,15 @@ class Generate:
         "Conversations to texts."
         start = now()
         torch.manual_seed(seed)
-        asked = [list(row.messages) for row in self.case.questions for _ in range(COMPLETIONS)]
+        conversations = [
+            list(row.messages) for row in self.case.questions for _ in range(COMPLETIONS)
+        ]
         options: dict[str, Any] = {
             "add_generation_prompt": True,
             "padding": True,
             "return_tensors": "pt",
         }
-        ids = self.tokenizer.apply_chat_template(asked, return_dict=True, **options)
+        ids = self.tokenizer.apply_chat_template(conversations, return_dict=True, **options)
         options = {
             "do_sample": True,
             "top_k": 0,
@@ -264,18 +266,18 @@ def measure(
                 f"{name}: {outcome[name][-1].lengths} tokens"
             )
     ours = sides["ours"]
-    kept = {name: rounds[1:] for name, rounds in outcome.items()}
+    measured_rounds = {name: rounds[1:] for name, rounds in outcome.items()}
     gaps = mismatch(model, outcome["ours"][-1].completions[:: case.rows // 8])
     size = ours.engine.causal.size
     floor = floors(case, size, sum(len(p.tokens) for p in encode_rows(case.questions, tokenizer)))
     medians = {
         n: {k: statistics.median(getattr(d, k) for d in r) for k in ("seconds", "cpu")}
-        for n, r in kept.items()
+        for n, r in measured_rounds.items()
     }
     if vllm is not None:
         medians["vllm"] = {"seconds": run_vllm(vllm, case, model, tokenizer)}
     ours.close()  # type: ignore[attr-defined]
-    pairs = list(zip(kept["generate"], kept["ours"], strict=True))
+    pairs = list(zip(measured_rounds["generate"], measured_rounds["ours"], strict=True))
     result = asdict(case) | {
         "route": ours.engine.causal.route,
         "sides": medians,
@@ -287,7 +289,9 @@ def measure(
         k: statistics.median(getattr(a, k) / getattr(b, k) for a, b in pairs)
         for k in ("seconds", "cpu")
     }
-    result["outside_engine"] = statistics.median(1 - d.engine / d.seconds for d in kept["ours"])
+    result["outside_engine"] = statistics.median(
+        1 - d.engine / d.seconds for d in measured_rounds["ours"]
+    )
     result["times_weights"] = {n: m["seconds"] / floor["weights"] for n, m in medians.items()}
     progress(line(result))
     return result

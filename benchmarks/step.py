@@ -563,14 +563,14 @@ def table(result: dict[str, Any]) -> str:
     lines.append(f"{'processor time':<18}{a:>9.3f}{b:>9.3f}{ratio['cpu']:>10.2f}")
     near = result["ratio_of_neighbours"]
     where = result["machine"]
-    made = result["setting"]
-    sampled = made["prompts"] * made["completions"] * made["tokens"]
+    setting = result["setting"]
+    sampled = setting["prompts"] * setting["completions"] * setting["tokens"]
     return "\n".join(
         [
             *lines,
             f"step by step, TRL/ours is {near['min']:.2f} to {near['max']:.2f}, median {near['median']:.2f}",
-            f"{made['model']}: {sampled} tokens sampled and trained on per step, {made['steps']} steps, "
-            f"KL {made['kl_beta']:g}, {made['dtype']}, {where['threads']} threads, load {where['load']:.1f}, "
+            f"{setting['model']}: {sampled} tokens sampled and trained on per step, {setting['steps']} steps, "
+            f"KL {setting['kl_beta']:g}, {setting['dtype']}, {where['threads']} threads, load {where['load']:.1f}, "
             f"{where['peak_memory_gb']:.1f} GB at the peak",
         ]
     )
@@ -618,10 +618,10 @@ def profile(setting: Setting, rows: int = 12) -> str:
         "optimize",
         "sync",
     ):
-        with profiled(activities=[ProfilerActivity.CPU]) as seen:
+        with profiled(activities=[ProfilerActivity.CPU]) as profiler:
             side.runner.run(run_phase(side.loop, phase))
-        results = sorted(seen.key_averages(), key=lambda e: -e.self_cpu_time_total)[:rows]
-        total = sum(e.self_cpu_time_total for e in seen.key_averages()) / 1e3
+        results = sorted(profiler.key_averages(), key=lambda e: -e.self_cpu_time_total)[:rows]
+        total = sum(e.self_cpu_time_total for e in profiler.key_averages()) / 1e3
         if total > 1:
             lines.append(f"{phase}: {total:.0f} ms in operators")
         slow_operators = [

@@ -36,7 +36,7 @@ CELLS = [
 
 def frames() -> list[Image.Image]:
     "The dashboard phase by phase in its first step, then every few steps, and at last with a completion open."
-    taken: list[Image.Image] = []
+    images: list[Image.Image] = []
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as home:
         browser = playwright.chromium.launch(executable_path=chromium.find(), args=FLAGS)
         context = browser.new_context(viewport={"width": 1240, "height": 1400})
@@ -51,7 +51,7 @@ def frames() -> list[Image.Image]:
             def take() -> None:
                 notebook.page.wait_for_timeout(500)  # plotly renders
                 board.locator(".rld-behind").wait_for(state="detached")
-                taken.append(Image.open(io.BytesIO(board.screenshot())).convert("RGB"))
+                images.append(Image.open(io.BytesIO(board.screenshot())).convert("RGB"))
 
             def rest() -> None:
                 while notebook.ask("dashboard.doing"):
@@ -75,15 +75,15 @@ def frames() -> list[Image.Image]:
             notebook.page.mouse.down()
             notebook.page.mouse.up()
             take()
-    return taken
+    return images
 
 
 def main(target: str) -> None:
     "Writes one moving WebP picture."
-    taken = frames()
-    size = (taken[-1].width, max(f.height for f in taken))
-    pages = [Image.new("RGB", size, "white") for _ in taken]
-    for page, frame in zip(pages, taken, strict=True):
+    images = frames()
+    size = (images[-1].width, max(f.height for f in images))
+    pages = [Image.new("RGB", size, "white") for _ in images]
+    for page, frame in zip(pages, images, strict=True):
         page.paste(frame)
     stays = [MILLIS * 2] * 4 + [MILLIS] * (len(pages) - 5) + [LAST]
     pages[0].save(

@@ -112,14 +112,14 @@ def steps(check: str, before=None, after=None, **adam) -> Deviation:
     def stepped(run, learner, adam_params, kind):
         targets = learner.state.targets
         passes = learner.passes
-        kept = [None if t.grad is None else t.grad.clone() for t in targets]
+        gradients = [None if t.grad is None else t.grad.clone() for t in targets]
         before(learner) if before else None
         scaled = {
             k: getattr(adam_params, k) * v if k == "learning_rate" else v for k, v in adam.items()
         }
         result = run(learner, replace(adam_params, **scaled), kind)
         if after:
-            for t, grad in zip(targets, kept, strict=True):
+            for t, grad in zip(targets, gradients, strict=True):
                 t.grad = grad
             learner.passes = passes
             result = run(learner, adam_params, kind) if after == "again" else result
@@ -167,14 +167,14 @@ def live(asample):
     "The sampler has the trainer's weights, synced or not."
 
     def deviating(call):
-        kept = call.trainer.snapshots
+        snapshots = call.trainer.snapshots
         revisions = call.memory.pool.revisions
         for learner in call.memory.learners.values():
-            if learner.snapshot in kept.names():
-                kept.save(
+            if learner.snapshot in snapshots.names():
+                snapshots.save(
                     learner.snapshot,
                     trainer.snapshot_weights(learner, "base"),
-                    kept.meta(learner.snapshot),
+                    snapshots.meta(learner.snapshot),
                 )
                 revisions[learner.snapshot] += 1
         return asample(call)

@@ -138,15 +138,18 @@ TRIED = ({}, GATED, GATED | WHOLE, GATED | WHOLE | OLDER)
 
 def model_of(config: str, more: dict | None = None) -> Any:
     "A model of random weights, sharp enough to tell one context from another; raises `ValueError` for a large one."
-    made = getattr(transformers, config)(**SIZES | (more or {}))
+    model_config = getattr(transformers, config)(**SIZES | (more or {}))
     with torch.device("meta"):
         if (
-            sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(made).parameters())
+            sum(
+                p.numel()
+                for p in transformers.AutoModelForCausalLM.from_config(model_config).parameters()
+            )
             > 3e6
         ):
             raise ValueError("too large")
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(made).eval()
+    model = transformers.AutoModelForCausalLM.from_config(model_config).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(2 if p.ndim == 2 else 1)

@@ -276,9 +276,9 @@ class Run:
         while len(p.ready) < count and p.in_flight:
             p.changed.clear()
             await p.changed.wait()
-        taken = p.ready[:count]
+        rows = p.ready[:count]
         p.ready = p.ready[count:]
-        return taken
+        return rows
 
     # what is shown of it
     def rejected(self, reason: str = "") -> int:
@@ -334,7 +334,7 @@ def settings(c: dict[str, Any]) -> dict[str, Any]:
 def checked_settings(case: Case) -> list[str]:
     "What our config rejects of a call that the other program takes."
     c = case.config
-    asked = settings(case.config)
+    settings_of_case = settings(case.config)
     differs = []
     fixes = {
         INTERVAL: ("weight_sync_interval", 1, c.get("weight_sync_interval", 1) != 1),
@@ -347,16 +347,16 @@ def checked_settings(case: Case) -> list[str]:
     }
     for why, (name, fixed, broken) in fixes.items():
         if broken:
-            assert_config_rejects(asked, name)
-            asked[name] = fixed
+            assert_config_rejects(settings_of_case, name)
+            settings_of_case[name] = fixed
             differs.append(why)
-    Config(**asked)
+    Config(**settings_of_case)
     return differs
 
 
-def assert_config_rejects(asked: dict[str, Any], *names: str) -> None:
+def assert_config_rejects(config_settings: dict[str, Any], *names: str) -> None:
     "Check that our config rejects a call because of a setting."
-    assert_rejected(lambda: Config(**asked), *names)
+    assert_rejected(lambda: Config(**config_settings), *names)
 
 
 @adapter("async_loop__517d206d")

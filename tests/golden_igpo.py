@@ -173,8 +173,8 @@ def score_all(
     tokens = igpo.AnswerTokens((), tuple(answer))
 
     async def main() -> list[float]:
-        asked = [np.array(prefix, dtype=np.int64) for prefix in prefixes]
-        return [(await scorer.score(prefix, tokens)).score for prefix in asked]
+        prefix_ids = [np.array(prefix, dtype=np.int64) for prefix in prefixes]
+        return [(await scorer.score(prefix, tokens)).score for prefix in prefix_ids]
 
     return asyncio.run(main())
 
@@ -190,9 +190,9 @@ def score_datum(case: Case) -> Outcome:
         assert_rejected(lambda: score_all(sampler, [prefix], answer), "logprobs")
         return Outcome((ONE_TOKEN,))
     score_all(sampler, [prefix], answer)
-    (asked,) = sampler.asked
-    assert list(asked[:-1]) == case.expected["model_input_tokens"]
-    assert list(asked[1:]) == case.expected["target_tokens"]
+    (request,) = sampler.asked
+    assert list(request[:-1]) == case.expected["model_input_tokens"]
+    assert list(request[1:]) == case.expected["target_tokens"]
     return AGREED
 
 
@@ -209,10 +209,10 @@ def served(
     response: Mapping[str, Any], prefix: Sequence[int], answer: Sequence[int]
 ) -> tuple[igpo.Scored, Any]:
     "What our sampler makes of a server's reply, and the prompt that it has sent."
-    asked = []
+    requests = []
 
     def reply(request: httpx.Request) -> httpx.Response:
-        asked.append(json.loads(request.content)["prompt"])
+        requests.append(json.loads(request.content)["prompt"])
         return httpx.Response(200, json=response)
 
     async def main() -> igpo.Scored:
@@ -225,7 +225,7 @@ def served(
         finally:
             await sampler.close()
 
-    return asyncio.run(main()), asked[0]
+    return asyncio.run(main()), requests[0]
 
 
 def why_rejected(

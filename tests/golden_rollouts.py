@@ -267,7 +267,7 @@ ONE_PER_TOKEN = "routing of one entry a token is rejected, since the last token 
 UNKNOWN_ROW = "a result belongs to a call, so that one for a row that was never started cannot come"
 
 
-def made(plain: Mapping[str, Any], **changes: Any) -> RolloutSample:
+def sample_from(plain: Mapping[str, Any], **changes: Any) -> RolloutSample:
     "A recorded sample or segment as one of ours."
     fields = {k: v for k, v in plain.items() if k != "routing_matrices"}
     sample = RolloutSample(**{**fields, **changes})
@@ -289,8 +289,8 @@ def runs_of(case: Case) -> list[list[dict[str, Any]]]:
 def result_of(run: Sequence[Mapping[str, Any]]) -> Callable[[], Any]:
     "What a rollout function returns for a recorded run."
     if len(run) == 1:
-        return lambda: made(run[0])
-    return lambda: RolloutRun(tuple(made(s) for s in run), run[0]["reward"] if run else None)
+        return lambda: sample_from(run[0])
+    return lambda: RolloutRun(tuple(sample_from(s) for s in run), run[0]["reward"] if run else None)
 
 
 @adapter("rollout_to_prompt_group__*")
@@ -471,7 +471,9 @@ def group_assembler(case: Case) -> Outcome:
     ) -> RolloutSample | None:
         at, sample = plan[row_index][rollout_index]
         await asyncio.sleep(at)
-        return None if sample is None else made(sample, policy_version=min(versions[row_index]))
+        return (
+            None if sample is None else sample_from(sample, policy_version=min(versions[row_index]))
+        )
 
     async def row(number: int) -> None:
         prompt = replace(ROW_PROMPT, number=number)
@@ -529,22 +531,26 @@ def cursor_dataloader(case: Case) -> Outcome:
         return Outcome((NO_ROWS,))
     cursor = make()
     assert cursor.total == e["total_items"]
-    taken, behind = cursor.take(int(cursor.total))
+    taken_rows, behind = cursor.take(int(cursor.total))
     assert behind.exhausted
     recorded = [str(item) for _, item in e["items"]]
     if c["shuffle"]:
         size = len(rows)
-        epochs = [[r.key for r in taken[i : i + size]] for i in range(0, len(taken), size)]
+        epochs = [
+            [r.key for r in taken_rows[i : i + size]] for i in range(0, len(taken_rows), size)
+        ]
         assert all(sorted(epoch) == sorted(map(str, items)) for epoch in epochs), (
             "each epoch has every row once"
         )
     else:
-        assert [r.key for r in taken][c["start_cursor"] :] == recorded
-    assert [i for i, _ in e["items"]] == list(range(c["start_cursor"], len(taken)))
+        assert [r.key for r in taken_rows][c["start_cursor"] :] == recorded
+    assert [i for i, _ in e["items"]] == list(range(c["start_cursor"], len(taken_rows)))
     for _, place, epoch, within in e["resolve_trace"]:
-        there = restore_cursor(cursor, make(consumed=place).state())
-        assert (there.epoch, there.consumed % len(rows)) == (epoch, within)
-        assert [r.key for r in there.peek(len(taken))] == [r.key for r in taken[place:]]
+        restored = restore_cursor(cursor, make(consumed=place).state())
+        assert (restored.epoch, restored.consumed % len(rows)) == (epoch, within)
+        assert [r.key for r in restored.peek(len(taken_rows))] == [
+            r.key for r in taken_rows[place:]
+        ]
     in_order = [i for i, *_ in e["resolve_trace"]] == sorted(i for i, *_ in e["resolve_trace"])
     return AGREED if in_order else Outcome((LOW_WATER,))
 
@@ -699,8 +705,8 @@ def sync_collect(case: Case) -> Outcome:
 
     batches, lost = asyncio.run(run())
     if lost:
-        taken = sum(len(b["consumed"]) for b in batches)
-        assert set(kinds[taken : taken + c["target_size"]]) == {"fail"}
+        consumed = sum(len(b["consumed"]) for b in batches)
+        assert set(kinds[consumed : consumed + c["target_size"]]) == {"fail"}
         assert batches == recorded[: len(batches)]
         return Outcome((ALL_LOST,))
     assert batches == recorded

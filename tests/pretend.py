@@ -106,9 +106,11 @@ class Pretend(TorchDispatchMode):
             return nothing((), tensors[0].dtype).item()
         if func not in (aten._to_copy.default, aten.copy_.default):
             with torch._C.DisableTorchFunction(), self:
-                made = func.decompose(*args, **kwargs)  # what inference mode has not taken apart
-            if made is not NotImplemented:
-                return made
+                decomposed = func.decompose(
+                    *args, **kwargs
+                )  # what inference mode has not taken apart
+            if decomposed is not NotImplemented:
+                return decomposed
         if any(map(there, tensors)) and not all(there(t) or t.ndim == 0 for t in tensors):
             self.strays[f"{caller()}: {func}"] += 1
         return func(*args, **kwargs)

@@ -362,11 +362,11 @@ def gradients_of(loop):
     results = []
     optim_step = loop.backend.policy.optim_step
 
-    async def seen(*args, **kwargs):
+    async def recording(*args, **kwargs):
         results.extend(p.grad.detach().clone() for p in loop.backend.policy.state.params.values())
         return await optim_step(*args, **kwargs)
 
-    loop.backend.policy.optim_step = seen
+    loop.backend.policy.optim_step = recording
     return results
 
 
@@ -817,10 +817,10 @@ def test_seek_in_a_loop_that_is_running(versions, tmp_path):
 
 def test_a_filter_decides_what_is_trained_on():
     async def main():
-        seen = Counter()
+        counts = Counter()
 
         def keep(group):
-            seen[group.number] += 1
+            counts[group.number] += 1
             assert group.advantages is not None
             return group.number % 3 > 0 and np.ptp(group.rewards) > 0
 

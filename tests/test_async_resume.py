@@ -147,38 +147,38 @@ def die_at(point: Point, note: Callable[[str], None]) -> None:
 
 def mined(function: Any, place: str, point: Point, note: Callable[[str], None]) -> Any:
     "A function that may be the last one."
-    seen = Counter()
+    counts = Counter()
 
     def enter() -> bool:
-        seen["calls"] += 1
+        counts["calls"] += 1
         note(place)
-        if point.place == "any time" and seen["calls"] == 1 and place == "sampling":
+        if point.place == "any time" and counts["calls"] == 1 and place == "sampling":
             threading.Timer(point.seconds, die).start()
-        here = point.place == place and seen["calls"] == point.count
-        if here and point.when == "before":
+        at_point = point.place == place and counts["calls"] == point.count
+        if at_point and point.when == "before":
             die()
-        if here and point.when == "inside":
+        if at_point and point.when == "inside":
             threading.Timer(point.seconds, die).start()
-        return here
+        return at_point
 
-    def leave(here: bool) -> None:
+    def leave(at_point: bool) -> None:
         note(f"after {place}")
-        if here:
+        if at_point:
             die()
 
     if asyncio.iscoroutinefunction(function):
 
         async def both(*args: Any, **kwargs: Any) -> Any:
-            here = enter()
+            at_point = enter()
             result = await function(*args, **kwargs)
-            leave(here)
+            leave(at_point)
             return result
     else:
 
         def both(*args: Any, **kwargs: Any) -> Any:
-            here = enter()
+            at_point = enter()
             result = function(*args, **kwargs)
-            leave(here)
+            leave(at_point)
             return result
 
     return both

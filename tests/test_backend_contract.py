@@ -57,8 +57,8 @@ async def tinker(**options) -> Backend:
 
 async def tinker_weights(backend: Backend) -> dict[str, torch.Tensor]:
     path = await backend.policy.save_weights_for_sampler("compared")
-    kept = list(service().emulator.folder.rglob("*" + path.rsplit("/", 1)[-1]))
-    return safetensors_in(kept[0])
+    files = list(service().emulator.folder.rglob("*" + path.rsplit("/", 1)[-1]))
+    return safetensors_in(files[0])
 
 
 SHAPE = "accounts/fireworks/trainingShapes/a-shape"
@@ -134,8 +134,12 @@ def opened(request):
 
     def run(test):
         async def inside():
-            made = BACKENDS[request.param].open()
-            async with await made if inspect.isawaitable(made) else made as backend:
+            opened_backend = BACKENDS[request.param].open()
+            async with (
+                await opened_backend
+                if inspect.isawaitable(opened_backend)
+                else opened_backend as backend
+            ):
                 return await test(backend)
 
         return asyncio.run(inside())
@@ -526,12 +530,12 @@ def test_three_steps_agree_with_the_local_backend(opened, entry):
     "Same seeds, same batch: logprobs, losses, gradients, and the weights after three steps."
 
     async def three(backend, datums):
-        seen = []
+        outputs = []
         for k in range(3):
             out = await backend.policy.forward_backward_custom(datums[k::2], reinforce)
-            seen.append((out.loss, active(out.logprobs, datums[k::2]), out.dlogprobs))
+            outputs.append((out.loss, active(out.logprobs, datums[k::2]), out.dlogprobs))
             await backend.policy.optim_step(AdamParams(learning_rate=1e-3))
-        return seen
+        return outputs
 
     async def test(backend):
         async with local(**entry.local_options) as local_backend:
@@ -567,8 +571,8 @@ async def anchored(backend: Backend) -> list[Datum]:
 
 def requests_since(start: int) -> list[str]:
     "What trainers were asked to compute."
-    asked = [exchange.path.rsplit("/", 1)[-1] for exchange in list(service().emulator.log)[start:]]
-    return [name for name in asked if name in ("forward", "forward_backward")]
+    names = [exchange.path.rsplit("/", 1)[-1] for exchange in list(service().emulator.log)[start:]]
+    return [name for name in names if name in ("forward", "forward_backward")]
 
 
 @pytest.mark.parametrize("opened", ["tinker"], indirect=True)
@@ -576,7 +580,7 @@ def test_a_builtin_loss_trains_like_the_same_loss_here(opened, entry):
     "Every loss that the service has: values, derivatives, weights after two steps, and how many calls that takes."
 
     async def two(backend, datums, options, there: bool, divided_by):
-        seen = []
+        outputs = []
         begun = len(service().emulator.log)
         whole = step_denominator(datums, options.aggregation)
         for k in range(2):
@@ -588,11 +592,11 @@ def test_a_builtin_loss_trains_like_the_same_loss_here(opened, entry):
                 else:
                     loss_fn = make_loss_fn(half, options, denominator=whole)
                     out = await backend.policy.forward_backward_custom(half, loss_fn)
-                seen.append((out.loss, out.metrics, out.dlogprobs))
+                outputs.append((out.loss, out.metrics, out.dlogprobs))
             # an eps far above the rounding of a gradient
             adam = AdamParams(learning_rate=1e-3, eps=1e-6)
             await backend.policy.optim_step(adam, grad_accumulation_normalization=divided_by)
-        return seen, await entry.weights(backend), requests_since(begun)
+        return outputs, await entry.weights(backend), requests_since(begun)
 
     async def test(backend):
         datums = await anchored(backend)

@@ -235,15 +235,15 @@ def _tidy() -> Iterator[None]:
 def chart_words(payloads: Mapping[str, Mapping[str, Any]]) -> str:
     "Every chart of the payloads as a figure, a picture, still HTML and live; the lines of those with data."
     json.dumps(payloads, allow_nan=False)
-    made = {name: chart(name, payload) for name, payload in payloads.items()}
-    stills = {name: c.static_html() for name, c in made.items()}
+    all_charts = {name: chart(name, payload) for name, payload in payloads.items()}
+    stills = {name: c.static_html() for name, c in all_charts.items()}
     sources = {
         name: re.search('svg\\+xml;base64,([^"]+)', still)[1] for name, still in stills.items()
     }
     pictures = {name: base64.b64decode(source).decode() for name, source in sources.items()}
     for page in (*stills.values(), *pictures.values()):
         words(page)
-    live().draw(*made.values())
+    live().draw(*all_charts.values())
     json.dumps(live().figures, allow_nan=False)
     result = charts(payloads)
     lines = [
@@ -282,9 +282,9 @@ def tokens(record: StepRecord) -> str:
 @functools.cache
 def dashboard() -> Dashboard:
     "One dashboard for all records, as it would meet them."
-    made = Dashboard(make_loop(rows=24))
-    made.screen.more.value = True
-    return made
+    board = Dashboard(make_loop(rows=24))
+    board.screen.more.value = True
+    return board
 
 
 def dashboard_words(record: StepRecord) -> str:
@@ -354,12 +354,12 @@ class Expected:
 def bad(name: str, value: str, *rejected_by: str, because: str = HOLE, **others: str) -> Expected:
     "A value that is not finite, first met at one target of the first sample."
     at = f"✗ finite: {name} is {value} at {PLACE}, target 9 (token 10)"
-    seen = {"tokens": "not a number", "dashboard": "✗ finite: ", "doctor": "non-finite: "} | others
+    texts = {"tokens": "not a number", "dashboard": "✗ finite: ", "doctor": "non-finite: "} | others
     return Expected(
         at,
         rejected_by,
         because,
-        {seer: text for seer, text in seen.items() if seer not in rejected_by},
+        {seer: text for seer, text in texts.items() if seer not in rejected_by},
     )
 
 

@@ -79,7 +79,7 @@ def test_a_pause_holds_admission_at_once_and_play_continues():
         door = Door()
         dashboard = Dashboard(loop := loop_of(door))
         await waiting_for_a_batch(dashboard, door)
-        taken = loop.cursor.consumed
+        consumed = loop.cursor.consumed
         in_flight = rows_in_flight(loop)
         press(dashboard, "pause")
         assert loop.producer.held == PAUSED
@@ -88,7 +88,7 @@ def test_a_pause_holds_admission_at_once_and_play_continues():
         assert "no row is started: paused" in dashboard.screen.head.value
         await until(lambda: not rows_in_flight(loop))  # they finish, and wait
         assert (loop.cursor.consumed, len(loop.batch.rows) + len(loop.producer.ready)) == (
-            taken,
+            consumed,
             in_flight,
         )
         await dashboard.play(2)
@@ -159,12 +159,12 @@ def test_a_stop_lets_rows_finish_and_starts_none():
         dashboard = Dashboard(loop := loop_of(door))
         await waiting_for_a_batch(dashboard, door)
         press(dashboard, "stop")
-        taken = loop.cursor.consumed
+        consumed = loop.cursor.consumed
         door.open.set()
         await until(lambda: not dashboard.doing and not rows_in_flight(loop))
         assert (loop.producer.held, loop.cursor.consumed, loop.stop_requested) == (
             AT_REST,
-            taken,
+            consumed,
             False,
         )
         dashboard.refresh()

@@ -340,15 +340,15 @@ FILES = (*(f"rl_notebook/loop/{name}.py" for name in LOOP), "rl_notebook/backend
 
 def interrupted(run: Callable[[], Any], at: int) -> str:
     "Call with an interrupt at the n-th line of the loop or the trainer; where that was, if it ran n lines."
-    seen = 0
+    lines_run = 0
     where = ""
 
     def tracer(frame: Any, event: str, arg: Any) -> Any:
-        nonlocal seen, where
+        nonlocal lines_run, where
         if not frame.f_code.co_filename.endswith(FILES):
             return None
-        seen += event == "line"
-        if seen == at and not where:
+        lines_run += event == "line"
+        if lines_run == at and not where:
             where = f"line {at}, {frame.f_code.co_name}:{frame.f_lineno}"
             signal.raise_signal(signal.SIGINT)
         return tracer
@@ -440,21 +440,21 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
 
     def shown(code: str, interrupt: bool = False) -> str:
         "What a cell shows: its error, or its value."
-        asked = client.execute(code)
-        seen = ""
+        message_id = client.execute(code)
+        output = ""
         while True:
             message = client.get_iopub_msg(timeout=300)
             content = message["content"]
-            if message["parent_header"].get("msg_id") != asked:
+            if message["parent_header"].get("msg_id") != message_id:
                 continue
             if interrupt and "sampling" in content.get("text", ""):
                 manager.interrupt_kernel()
                 interrupt = False
-            seen += "\n".join(content.get("traceback", ())) + content.get("data", {}).get(
+            output += "\n".join(content.get("traceback", ())) + content.get("data", {}).get(
                 "text/plain", ""
             )
             if content.get("execution_state") == "idle":
-                return seen
+                return output
 
     with contextlib.ExitStack() as stack:
         stack.callback(manager.shutdown_kernel, now=True)

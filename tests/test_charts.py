@@ -76,8 +76,8 @@ def test_a_thin_line_keeps_ends_and_extremes(y: list[float | None], limit: int):
     assert all(points[x] == v for x, v in zip(thin["x"], thin["y"], strict=True))
     assert (thin["x"][0], thin["x"][-1]) == (10, 9 + len(y))
     if results := [v for v in y if v is not None]:
-        kept = [v for v in thin["y"] if v is not None]
-        assert (min(kept), max(kept)) == (min(results), max(results))
+        thinned = [v for v in thin["y"] if v is not None]
+        assert (min(thinned), max(thinned)) == (min(results), max(results))
     assert (None in thin["y"]) == (None in y)  # a gap stays a gap
 
 

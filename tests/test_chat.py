@@ -382,7 +382,7 @@ def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
     "Then, where earlier turns are kept, a conversation continues behind such a call, with a thought and without one."
     template = (Path(TRL.origin).parent / "chat_templates" / f"{family}.jinja").read_text()
     teller = build(template)
-    asked = {"role": "user", "content": "2+2?"}
+    question = {"role": "user", "content": "2+2?"}
     arguments = {"a": 2, "b": "4 </parameter> é"}
     call = {
         "id": "c1",
@@ -394,7 +394,7 @@ def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
     row = make_row(
         {
             "messages": [
-                asked,
+                question,
                 {"role": "assistant", "content": "", "tool_calls": [call]},
                 tool_message,
             ],
@@ -410,7 +410,7 @@ def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
     )
     for thinks in (True, False) if "qwen3_5" in family or family == "qwen3_6" else ():
         conversation = start_conversation(
-            teller, make_row({"messages": [asked]}), tools=[offered], enable_thinking=thinks
+            teller, make_row({"messages": [question]}), tools=[offered], enable_thinking=thinks
         )
         reply = (
             "I add.\n</think>\n\n" * thinks

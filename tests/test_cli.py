@@ -178,12 +178,12 @@ def test_the_doctor_names_the_step_and_the_cause(demo, tmp_path, capsys):
     record = RunFolder.open(run).record(2)
     RunFolder.open(run).rewind(1)
     moved = [replace(d, sampler_logprobs=np.roll(d.sampler_logprobs, 1)) for d in record.datums]
-    kept = [
+    series = [
         np.where(np.isnan(d.sampler_logprobs) & (d.weights > 0), -0.1, d.sampler_logprobs)
         for d in moved
     ]
     broken = replace(
-        record, datums=[replace(d, sampler_logprobs=s) for d, s in zip(moved, kept, strict=True)]
+        record, datums=[replace(d, sampler_logprobs=s) for d, s in zip(moved, series, strict=True)]
     )
     RunFolder.open(run).add(broken)
     assert main(["doctor", str(run)]) == 1
@@ -474,8 +474,8 @@ def test_a_run_is_kept_and_learns_by_default(tmp_path, monkeypatch, capsys):
     output = capsys.readouterr()
     assert len([*(tmp_path / "runs").iterdir()]) == 2
     lines = (output.out + output.err).splitlines()
-    kept = next(i for i, line in enumerate(lines) if "are not kept. Set log_path=" in line)
-    assert kept < next(i for i, line in enumerate(lines) if "step 1 ·" in line)
+    hint = next(i for i, line in enumerate(lines) if "are not kept. Set log_path=" in line)
+    assert hint < next(i for i, line in enumerate(lines) if "step 1 ·" in line)
 
 
 @pytest.mark.parametrize("setting", ["--rewards", "--policy-loss", "--advantage-fn", "--dataset"])

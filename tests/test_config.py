@@ -261,8 +261,8 @@ def test_a_name_that_means_something_else_is_rejected_with_the_one_to_take(name)
         Config(**{name: 8})
 
 
-@pytest.mark.parametrize("asked", ["Config", "change", "branch"])
-def test_a_loss_is_passed_as_a_function(asked):
+@pytest.mark.parametrize("entry", ["Config", "change", "branch"])
+def test_a_loss_is_passed_as_a_function(entry):
     def mine(policy_logprobs, advantages):
         return -advantages * policy_logprobs
 
@@ -281,15 +281,17 @@ def test_a_loss_is_passed_as_a_function(asked):
         "branch": lambda **s: asyncio.run(loop.branch(**s)),
     }
     try:
-        made = entries[asked](policy_loss=mine)
-        settings = {"Config": made, "change": loop.cfg, "branch": getattr(made, "cfg", None)}[asked]
+        result = entries[entry](policy_loss=mine)
+        settings = {"Config": result, "change": loop.cfg, "branch": getattr(result, "cfg", None)}[
+            entry
+        ]
         assert settings.policy_loss == "mine"
         assert Config.from_dict(settings.to_dict()) == settings
         assert POLICY_LOSSES["mine"][0] is mine
         with pytest.raises(
             ConfigError, match=r"got a lambda; .*Write it as def my_loss\(.*rln\.register_loss"
         ) as e:
-            entries[asked](
+            entries[entry](
                 policy_loss=lambda policy_logprobs, advantages: -advantages * policy_logprobs
             )
         assert "0x" not in str(e.value)

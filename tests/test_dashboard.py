@@ -226,10 +226,10 @@ def test_a_run_of_a_cell_is_shown_can_be_stopped_and_is_not_run_twice():
         assert 1 <= len(records) < 20
         await until(lambda: "play" in enabled(dashboard))
         shown_steps = dashboard.history.column("reward")[0].tolist()
-        made = [r.step for r in records]
-        assert shown_steps[: len(made)] == made
+        finished_steps = [r.step for r in records]
+        assert shown_steps[: len(finished_steps)] == finished_steps
         # a step that was stopped after its rewards is shown
-        assert shown_steps[len(made) :] in ([], [loop.state.number])
+        assert shown_steps[len(finished_steps) :] in ([], [loop.state.number])
         await dashboard.step()
 
     run(main())
@@ -255,11 +255,11 @@ def test_a_loop_has_one_dashboard_and_nothing_grows():
         await until(lambda: len(ACTIVE_PLAYERS) <= 1)
         dashboard.close()
         await until(lambda: not dashboard.doing)
-        here = asyncio.current_task()
+        this_task = asyncio.current_task()
         await until(
             lambda: (
                 not ACTIVE_PLAYERS
-                and not [t for t in asyncio.all_tasks() - {here} if "follow" in repr(t)]
+                and not [t for t in asyncio.all_tasks() - {this_task} if "follow" in repr(t)]
             )
         )
         assert (loop.outputs, loop.on_undo) == ([], [])

@@ -198,11 +198,11 @@ def test_missing_answer_is_an_error_only_when_asked():
     records = [{"question": "a", "answer": "1"}, {"question": "b", "answer": None}]
     assert load_rows(records)[1].answer is None
 
-    def asked():
+    def load_with_answers():
         return load_rows(records, require_answer=True)
 
     failed(
-        asked,
+        load_with_answers,
         "no answer",
         where="record 1",
         got="columns question, answer",
@@ -274,8 +274,10 @@ def test_everything_that_a_row_lacks_is_reported_at_once(tmp_path):
             lacks,
             expected=f"(read by reward function 'gsm8k' and reward function {reads}), and",
         )
-        asked = f"a column level (read by reward function {reads})"
-        failed(call, lacks, got="columns id, text", expected=asked, fix="columns={'question': 'its")
+        expected = f"a column level (read by reward function {reads})"
+        failed(
+            call, lacks, got="columns id, text", expected=expected, fix="columns={'question': 'its"
+        )
     rows = load_rows([{"question": "1+1?"}])
     failed(
         lambda: GRPOLoop(backend, rows, judge),
@@ -376,14 +378,14 @@ def test_cursor_visits_each_row_once_an_epoch_and_resumes_anywhere(n, seed, epoc
     assert end.exhausted
     for e in range(epochs):
         assert sorted(r.key for r in whole[e * n : (e + 1) * n]) == sorted(str(i) for i in range(n))
-    seen = []
+    visited = []
     cursor = start
     for k in cuts:
         rows, cursor = cursor.take(k)
-        seen += rows
+        visited += rows
         cursor = restore_cursor(start, json.loads(json.dumps(cursor.state())))
-    assert seen == whole[: len(seen)]
-    assert seen + cursor.take(10_000)[0] == whole
+    assert visited == whole[: len(visited)]
+    assert visited + cursor.take(10_000)[0] == whole
 
 
 # --- the sample that ships

@@ -107,12 +107,12 @@ def test_a_step_of_the_backend_stays_on_its_device(monkeypatch):
 
 
 def test_a_missing_device_is_rejected_at_once():
-    here = {
+    availability = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
         "xpu": torch.xpu.is_available(),
     }
-    absent = [name for name, available in here.items() if not available]
+    absent = [name for name, available in availability.items() if not available]
     for device in [*absent, "cuda:99", "meta", "gpu", "hpu", torch.device("xla")]:
         with pytest.raises(
             ConfigError,

@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def sources() -> ModuleType:
     "The script; it loads nbformat, which takes seconds."
     spec = importlib.util.spec_from_file_location("sources", ROOT / "docs" / "sources.py")
-    made = sys.modules["sources"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    module = sys.modules["sources"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_the_sidebar_has_every_notebook_once(site: Any):
 
 
 @pytest.mark.parametrize(
-    ("asked", "page"),
+    ("query", "page"),
     [
         ("custom reward", "task/01_rewards.ipynb"),
         ("kl_beta", "settings.md"),
@@ -82,7 +82,7 @@ def test_the_sidebar_has_every_notebook_once(site: Any):
     ],
 )
 def test_titles_have_the_words_that_people_search(
-    site: Path, asked: str, page: str, sources: ModuleType
+    site: Path, query: str, page: str, sources: ModuleType
 ):
     text = (site / page).read_text(encoding="utf-8")
     if page.endswith(".ipynb"):
@@ -92,7 +92,7 @@ def test_titles_have_the_words_that_people_search(
             if c.cell_type == "markdown"
         )
     headings = " ".join(re.findall(r"^(?:#+ |\| \{setting\})(.*)", text, re.MULTILINE)).lower()
-    assert all(word in headings for word in asked.split())
+    assert all(word in headings for word in query.split())
 
 
 def test_the_settings_page_has_every_setting_with_its_meaning(site: Path):
@@ -201,7 +201,7 @@ def test_the_backend_of_the_recipe_makes_a_step(tmp_path: Path, monkeypatch: pyt
         json.dumps({"prompt": prompt, "completions": list("23456789")})
     )
     monkeypatch.chdir(tmp_path)
-    exec(recipe.removeprefix("python\n"), known := {})
+    exec(recipe.removeprefix("python\n"), names := {})
     cfg = Config(
         completions_per_prompt=8,
         prompt_groups_per_step=1,
@@ -210,7 +210,7 @@ def test_the_backend_of_the_recipe_makes_a_step(tmp_path: Path, monkeypatch: pyt
     )
 
     async def step():
-        async with known["backend"] as backend:
+        async with names["backend"] as backend:
             return await GRPOLoop(
                 backend, rows, lambda text, answer: float(text == answer), cfg
             ).step()
@@ -281,12 +281,12 @@ def test_python_of_the_readme_that_is_no_cell_runs_as_printed(
 ):
     "The cells run with the notebook that README is made from."
     cells = json.loads((ROOT / "nbs" / "index.ipynb").read_text(encoding="utf-8"))["cells"]
-    known = {
+    names = {
         "".join(cell["source"]).strip().replace("\n\n\n", "\n\n")
         for cell in cells
         if cell["cell_type"] == "code"
     }
-    blocks = [block for block in printed("README.md", "python") if block.strip() not in known]
+    blocks = [block for block in printed("README.md", "python") if block.strip() not in names]
     assert len(blocks) == 1
     monkeypatch.chdir(tmp_path)
     exec(blocks[0], {"rln": rl_notebook})

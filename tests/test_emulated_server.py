@@ -92,10 +92,10 @@ PARAMS = {
 @pytest.mark.parametrize("name", PARAMS)
 def test_the_sdk_samples(sdk_sampler, local, name, echo):
     options = {"max_tokens": 6} | PARAMS[name]
-    asked = sdk_sampler.sample_with_prompt_tokens(
+    coroutine = sdk_sampler.sample_with_prompt_tokens(
         PROMPT, logprobs=True, echo=echo, seed=3, **options
     )
-    (got,) = asyncio.run(asked)
+    (got,) = asyncio.run(coroutine)
     (want,) = sample_locally(
         local, **options | ({"stop": tuple(options["stop"])} if "stop" in options else {})
     )
@@ -159,8 +159,10 @@ def test_the_shape_is_that_of_vllm(fresh, local):
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_in_parallel_lists_begins_with_null(site, local, path, max_tokens):
     with httpx.Client(base_url=site[1]) as client:
-        asked = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "prompt_cache_max_len": 0}
-        (choice,) = ask(client, path, **asked)["choices"]  # the literal prefill of Fireworks' guide
+        options = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "prompt_cache_max_len": 0}
+        (choice,) = ask(client, path, **options)[
+            "choices"
+        ]  # the literal prefill of Fireworks' guide
     values = choice["logprobs"]["token_logprobs"]
     assert len(values) == 5 + max_tokens
     assert values[0] is None
@@ -309,12 +311,12 @@ def test_a_client_that_hangs_up_is_no_longer_served(site):
     async def hang_up():
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 91, "n": 64}
-            asked = asyncio.create_task(client.post("/v1/completions", json=body))
+            request = asyncio.create_task(client.post("/v1/completions", json=body))
             while not server.running:
                 await asyncio.sleep(0.002)
-            asked.cancel()
-            await asyncio.wait([asked])
-            assert asked.cancelled()
+            request.cancel()
+            await asyncio.wait([request])
+            assert request.cancelled()
 
     asyncio.run(asyncio.wait_for(hang_up(), 60))
     until(lambda: server.running == 0)

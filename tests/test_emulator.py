@@ -89,9 +89,9 @@ class Managers:
 @pytest.fixture
 def managers(shared: RunningEmulator) -> Iterator[Managers]:
     "The SDK's managers on the shared emulator."
-    made = Managers(shared)
-    yield made
-    made.close()
+    result = Managers(shared)
+    yield result
+    result.close()
 
 
 def datum(tokens: tuple[int, ...] = (5, 6, 7, 2)) -> Any:
@@ -221,14 +221,14 @@ def test_a_restart_finds_jobs_deployments_and_checkpoints(tmp_path: Path) -> Non
 
 
 def test_a_dropped_connection_is_closed_and_not_an_error() -> None:
-    for kind, made in (("drop_before", 404), ("drop_after", 200)):
+    for kind, status in (("drop_before", 404), ("drop_after", 200)):
         with (
             FaultyEmulator([Fault(kind, times=1, path=JOBS)]) as running,
             by_hand(running) as client,
         ):
             with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
                 client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED)
-            assert client.get(f"{JOBS}/policy").status_code == made
+            assert client.get(f"{JOBS}/policy").status_code == status
             assert running.faults.log == [(kind, f"POST {JOBS}")]
             assert running.emulator.log[0].status is None
 
@@ -239,14 +239,14 @@ def test_a_model_at_hand_is_served() -> None:
         for p in model.parameters():
             p.zero_()
     with start_emulator((model, tokenizer)) as running, by_hand(running) as client:
-        asked = {
+        body = {
             "model": MODEL,
             "prompt": [5, 6, 7],
             "max_tokens": 1,
             "echo": True,
             "logprobs": True,
         }
-        response = client.post("/inference/v1/completions", json=asked).json()
+        response = client.post("/inference/v1/completions", json=body).json()
         flat = -math.log(model.config.vocab_size)
         assert response["choices"][0]["logprobs"]["content"][1]["logprob"] == pytest.approx(
             flat, abs=1e-5

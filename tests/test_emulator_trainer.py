@@ -95,9 +95,9 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    made = Running(tmp_path_factory.mktemp("service"), name="job-1")
-    yield made
-    made.close()
+    service = Running(tmp_path_factory.mktemp("service"), name="job-1")
+    yield service
+    service.close()
 
 
 @pytest.fixture
@@ -106,9 +106,9 @@ def start_service(tmp_path):
     with contextlib.ExitStack() as stack:
 
         def start(folder: Path = tmp_path, **options) -> Running:
-            made = Running(folder, **options)
-            stack.callback(made.close)
-            return made
+            service = Running(folder, **options)
+            stack.callback(service.close)
+            return service
 
         yield start
 
@@ -118,14 +118,14 @@ def start_service(tmp_path):
 
 def some_datums(seed: int, count: int = 3, longest: int = 24) -> list[Datum]:
     rng = np.random.default_rng(seed)
-    made = []
+    datums = []
     for i in range(count):
         n = int(rng.integers(4, longest))
         weights = (np.arange(n - 1) >= n // 3).astype(float)
-        made.append(
+        datums.append(
             Datum(rng.integers(0, 255, n), weights, advantage=float(rng.normal()), sample=i)
         )
-    return made
+    return datums
 
 
 def wire_datum(d: Datum, **series) -> dict:
@@ -323,11 +323,11 @@ def test_a_merged_snapshot_serves_what_the_adapter_serves(running):
         weights, page = running.trainer.snapshots.load(name)
         serving = Serving(new_models(), page["lora_rank"])
         assert await serving.swap(name, weights) == 1
-        seen = await serving.backend.sampler.logprobs([5, 6, 7, 8])
+        scored = await serving.backend.sampler.logprobs([5, 6, 7, 8])
         with pytest.raises(BackendError, match="do not fit"):
             await serving.swap("other", {"w": torch.zeros(1)})
         await serving.close()
-        return seen.values
+        return scored.values
 
     np.testing.assert_allclose(
         asyncio.run(scores("lora-3")), asyncio.run(scores("lora-4")), atol=1e-5

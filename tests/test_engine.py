@@ -564,8 +564,8 @@ def test_large_matrices_are_read_in_blocks_and_follow_a_sync(tied, dtype):
     )
     causal = open_model(model)
     assert causal.route == "fast"
-    known = dtype == "float32" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert takes_blocks(mergeable([bare_model(model).lm_head])) == known
+    has_kernel = dtype == "float32" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert takes_blocks(mergeable([bare_model(model).lm_head])) == has_kernel
     engine = Engine(causal, byte_tokenizer(), eos_token_ids=frozenset())
     for _ in range(3):
         for prompt, n in (([5, 6, 7], 1), (list(range(9, 30)), 5)):

@@ -138,8 +138,8 @@ def test_a_step_says_what_the_bonus_took_off():
             "loss",
             "backward",
         ):
-            made = getattr(loop, phase)()
-            made = await made if asyncio.iscoroutine(made) else made
+            result = getattr(loop, phase)()
+            result = await result if asyncio.iscoroutine(result) else result
         looked = loop.state.values["loss"].output.loss
         trained = loop.state.values["backward"].output.loss
         assert looked == pytest.approx(trained, abs=1e-5)

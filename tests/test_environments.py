@@ -325,15 +325,15 @@ def test_a_turn_that_the_template_rejects_later_costs_an_agent_its_rollout(writt
 
 
 def test_rewards_of_functions_and_of_the_environment_are_added():
-    def seen(completions: Any, environments: Any, **columns: Any) -> list[float]:
+    def total_reward(completions: Any, environments: Any, **columns: Any) -> list[float]:
         roles = [m["role"] for m in completions[0]]
         assert roles == ["assistant", "tool", "assistant"]
         return [10.0 * environments[0].total]
 
     run = Scripted(call("add", number=2), "done").play(
-        tool_rollouts(seen, environment_factory=Counter), start=3
+        tool_rollouts(total_reward, environment_factory=Counter), start=3
     )
-    assert run.segments[0].rewards == {"seen": 50.0, "Counter": 5.0}
+    assert run.segments[0].rewards == {"total_reward": 50.0, "Counter": 5.0}
     assert run.reward == run.segments[0].reward == 55.0
     assert "What is 5+7? Start at 3." in build_tokenizer().decode(run.segments[0].tokens)
 
@@ -359,12 +359,12 @@ def test_rounds_and_room_end_a_conversation():
     assert short.segments[0].turns[-1][0] < 700
 
 
-async def hiding(sample_prompt: dict[str, Any], rollout: Any, **asked: Any) -> float | None:
+async def hiding(sample_prompt: dict[str, Any], rollout: Any, **options: Any) -> float | None:
     "An agent that hides every failure."
     async with AsyncOpenAI(base_url=rollout.url, api_key=rollout.key, max_retries=0) as client:
         try:
             await client.chat.completions.create(
-                model="policy", messages=sample_prompt["messages"], **asked
+                model="policy", messages=sample_prompt["messages"], **options
             )
         except Exception:
             return 0.0

@@ -104,12 +104,16 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path):
         "value": 0.5,
         "checkpoint": "checkpoints/00002",
     }
-    kept = rln.Run.open(folder)
-    assert kept.checkpoints == [2, 3, 4]  # the best, though only the last two are kept of a run
+    finished_run = rln.Run.open(folder)
+    assert finished_run.checkpoints == [
+        2,
+        3,
+        4,
+    ]  # the best, though only the last two are kept of a run
     assert (folder / noted["checkpoint"]).is_dir()
     run(folder, [0, 0, 0, 0, 0, 0.4, 0.8, 0.6], resume=True, steps=7)
     assert read_best(folder)["step"] == 6
-    assert kept.checkpoints == [6, 7]
+    assert finished_run.checkpoints == [6, 7]
 
 
 def test_the_kept_weights_are_those_that_were_measured(tmp_path):

@@ -284,11 +284,11 @@ def test_what_cannot_be_exported_is_rejected_and_leaves_nothing(tmp_path):
     assert sorted(p.name for p in tmp_path.rglob("*") if "out" in p.name) == []
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("whole")
-    for taken in (tmp_path / "mine", tmp_path / "mine" / "thesis.txt"):
+    for target in (tmp_path / "mine", tmp_path / "mine" / "thesis.txt"):
         with pytest.raises(
             RecordError, match="export: got something that is there; expected a free name"
         ):
-            run(loop.export(taken))
+            run(loop.export(target))
     loop.backend.export = None
     with pytest.raises(
         BackendError,

@@ -376,8 +376,8 @@ def test_every_ending_but_kill_releases_everything_and_kill_leaves_a_list(site, 
     assert "ValueError: the loop broke" in errors
     assert "KeyboardInterrupt" in errors
     assert site.key not in errors
-    made = [j for j in site.all_jobs() if j.name not in site.before]
-    states = {j.name.split("/")[-1].split("-")[0]: j.state(time.time()) for j in made}
+    new_jobs = [j for j in site.all_jobs() if j.name not in site.before]
+    states = {j.name.split("/")[-1].split("-")[0]: j.state(time.time()) for j in new_jobs}
     assert states.pop("kill") == "JOB_STATE_RUNNING"
     assert states == dict.fromkeys(
         ("exception", "exit", "interrupt", "terminate"), "JOB_STATE_CANCELLED"
@@ -498,18 +498,18 @@ def test_a_rollout_can_make_its_own_requests(site):
 
 def test_a_limit_is_one_of_requests(site, monkeypatch):
     "Two groups of four completions, over HTTP; what is in flight is counted where a request is made."
-    now = [0]
-    seen = [0]
+    in_flight = [0]
+    most = [0]
 
     async def counted(sampler, *args, **options):
-        now[0] += 1
-        seen[0] = max(seen[0], now[0])
+        in_flight[0] += 1
+        most[0] = max(most[0], in_flight[0])
         try:
-            return await asked(sampler, *args, **options)
+            return await stream(sampler, *args, **options)
         finally:
-            now[0] -= 1
+            in_flight[0] -= 1
 
-    asked = DeploymentSampler.async_completions_stream
+    stream = DeploymentSampler.async_completions_stream
     monkeypatch.setattr(DeploymentSampler, "async_completions_stream", counted)
     sizes = {"max_seq_len": 64, "max_completion_tokens": 8, "prompt_groups_per_step": 2, "steps": 1}
     settings = settings_of(site, **sizes, concurrency={"mode": "fixed", "max_concurrency": 3})
@@ -521,13 +521,13 @@ def test_a_limit_is_one_of_requests(site, monkeypatch):
                 type(backend.sampler.drawer._concurrency_controller).__name__
                 == "FixedConcurrencyController"
             )
-            now[0] = seen[0] = 0
+            in_flight[0] = most[0] = 0
             return await rl_loop.train(
                 cfg, backend=backend, rows=toy_rows(4), say=lambda _: None, progress=False
             )
 
     assert asyncio.run(test()).steps == 1
-    assert 0 < seen[0] <= 3
+    assert 0 < most[0] <= 3
 
 
 def test_first_a_base_then_deltas_and_a_base_where_the_chain_has_a_gap(site):

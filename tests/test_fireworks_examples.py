@@ -64,7 +64,7 @@ class Outcome:
 def run(emulator: RunningEmulator, script: str, deployment: str, *options: str) -> Outcome:
     "Run a script to its end; every resource that it made has to be released."
     site = emulator.emulator.site
-    seen = len(emulator.emulator.log)
+    log_length = len(emulator.emulator.log)
     before = {job.name for job in site.resources.all("rlorTrainerJobs")}
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     quick = {"FW_TRAINER_CANCEL_GRACE_PERIOD_S": "0", "OMP_NUM_THREADS": "1"}
@@ -89,7 +89,7 @@ def run(emulator: RunningEmulator, script: str, deployment: str, *options: str) 
     assert served.body["maxReplicaCount"] == 0
     ids = {bool(job.body.get("forwardOnly")): job.name.rsplit("/", 1)[1] for job in jobs}
     assert served.body["hotLoadTrainerJob"].endswith(ids[False])
-    paths = [e.path for e in emulator.emulator.log[seen:] if e.status == 200]
+    paths = [e.path for e in emulator.emulator.log[log_length:] if e.status == 200]
     return Outcome(output, ids[False], ids.get(True), paths, emulator)
 
 
@@ -126,12 +126,12 @@ def check_lines(outcome: Outcome, steps: int) -> list[tuple[str, str]]:
 def check_synced(outcome: Outcome, identities: list[str]) -> None:
     "What was saved was also loaded by the deployment, in this order."
     assert outcome.snapshots.names() == identities
-    asked = [
+    requests = [
         e
         for e in outcome.emulator.emulator.log
         if e.path.endswith("/hot_load") and e.method == "POST"
     ]
-    assert all(e.status == 200 for e in asked)
+    assert all(e.status == 200 for e in requests)
 
 
 @pytest.mark.slow
@@ -179,8 +179,8 @@ def test_recipe(emulator: RunningEmulator, tmp_path: Path):
     trained = outcome.output.count("groups with signal 1/1")
     assert trained >= 2
     check_training(outcome, steps=trained, syncs=trained)
-    kept = b"".join(f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file())
-    assert emulator.key.reveal().encode() not in kept
+    saved_bytes = b"".join(f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file())
+    assert emulator.key.reveal().encode() not in saved_bytes
 
 
 @pytest.fixture

@@ -88,8 +88,8 @@ def series_of(record, group: int, sample: int, prompt: int) -> dict[str, object]
 def test_a_folder_says_what_its_truth_says(tool):
     run = Run.open(FOREIGN / tool)
     assert run.steps == STEPS.get(tool, [0])
-    there = {*THERE[tool].split(), *([] if tool in NO_IDS else ["tokens"])}
-    assert f"there: {', '.join(n for n in SHOWN if n in there)}\n" in run.origin
+    present = {*THERE[tool].split(), *([] if tool in NO_IDS else ["tokens"])}
+    assert f"there: {', '.join(n for n in SHOWN if n in present)}\n" in run.origin
     limit = 6e-5 if tool in ROUNDED else 1e-6
     for step, rows in zip(
         CHECKED.get(tool, run.steps),
@@ -110,7 +110,9 @@ def test_a_folder_says_what_its_truth_says(tool):
             g, i, s = same.pop(distances.index(min(distances)))
             groups.setdefault(row.get("group", row.get("group_idx")), set()).add(g.index)
             assert (
-                s.reward == pytest.approx(row["reward"]) if "reward" in there else s.reward is None
+                s.reward == pytest.approx(row["reward"])
+                if "reward" in present
+                else s.reward is None
             )
             if s.rewards:
                 assert dict(s.rewards) == row["rewards"]
@@ -124,12 +126,12 @@ def test_a_folder_says_what_its_truth_says(tool):
                 "sampler_logprobs": row.get("sampler_logprobs", row.get("sampler_logprobs_true"))
             }
             for name in PER_TOKEN:
-                if name not in there:
+                if name not in present:
                     assert result.get(name) is None, name
                 elif name in result and truth.get(name) is not None:
                     difference = np.abs(np.asarray(result[name]) - numbers(truth[name]))[mask > 0]
                     assert difference.max() <= limit, (name, difference)
-            if "advantages" in there and "advantage" in result:
+            if "advantages" in present and "advantage" in result:
                 assert result["advantage"] == pytest.approx(row["advantage"], abs=1e-6)
         assert not any(places.values()), "completions that the truth has not"
         assert tool in NO_IDS or all(len(prompts) == 1 for prompts in groups.values())

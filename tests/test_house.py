@@ -211,10 +211,10 @@ def test_every_pinned_version_installs_on_the_lowest_python():
         re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     )
     installed = {d.metadata["Name"]: d for d in importlib.metadata.distributions()}
-    known = {name: d for name, d in installed.items() if pins.get(name) == d.version}
-    assert len(known) > 100
+    pinned = {name: d for name, d in installed.items() if pins.get(name) == d.version}
+    assert len(pinned) > 100
     wanted = {
-        f"{name}=={pins[name]}": d.metadata["Requires-Python"] or "" for name, d in known.items()
+        f"{name}=={pins[name]}": d.metadata["Requires-Python"] or "" for name, d in pinned.items()
     }
     assert {
         pin: python for pin, python in wanted.items() if not SpecifierSet(python).contains(lowest)

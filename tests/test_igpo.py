@@ -144,14 +144,14 @@ def test_every_policy_loss_takes_an_advantage_per_token(name):
         return [p.grad.numpy() for p in policy]
 
     mixed = gradients(datums)
-    seen = 0
+    checked = 0
     for value in {float(v) for turns in group.turn_advantages for v in turns}:
         alone = gradients([replace(d, advantage=value) for d in datums])
         for d, ours, theirs in zip(datums, mixed, alone, strict=True):
             at = d.active & (d.advantage == value)
             np.testing.assert_allclose(ours[at], theirs[at], rtol=1e-6)
-            seen += int(at.sum())
-    assert seen == sum(int(d.active.sum()) for d in datums)
+            checked += int(at.sum())
+    assert checked == sum(int(d.active.sum()) for d in datums)
     assert all((grad[~d.active] == 0).all() for d, grad in zip(datums, mixed, strict=True))
 
 

@@ -42,14 +42,14 @@ def backend_of(family: str = "qwen3", model: dict | None = None, **options):
 
 def random_datums(seed: int, count: int, vocab: int = 200, longest: int = 24) -> list[Datum]:
     rng = np.random.default_rng(seed)
-    made = []
+    datums = []
     for i in range(count):
         n = int(rng.integers(2, longest))
         weights = (rng.random(n - 1) < 0.6).astype(float)
-        made.append(
+        datums.append(
             Datum(rng.integers(0, vocab, n), weights, advantage=float(rng.normal()), sample=i)
         )
-    return made
+    return datums
 
 
 def mixing_loss(datums, policy_logprobs):
@@ -525,10 +525,10 @@ def test_cancelled_and_abandoned_requests_do_no_harm():
         gone = asyncio.create_task(
             backend.sampler.sample([7] * 9, SampleParams(n=9, max_tokens=200))
         )
-        kept = asyncio.create_task(backend.sampler.sample([5, 6], params))
+        request = asyncio.create_task(backend.sampler.sample([5, 6], params))
         await asyncio.sleep(0.01)
         gone.cancel()
-        return await kept
+        return await request
 
     async def leave():
         asyncio.create_task(backend.sampler.sample([7] * 9, SampleParams(n=9, max_tokens=200)))  # noqa: RUF006
@@ -708,7 +708,7 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_share(options, sampling, f
         "gpt2" if family == "gpt2" else "qwen3", vocab=400, tied=family == "tied", scale=2.0
     )
     logits = copy.deepcopy(model)
-    known = len(tokenizer)
+    size = len(tokenizer)
     with pytest.warns(
         UserWarning,
         match=r"142 ids of the model have no token in the tokenizer \(258, 259, 260, ...\)",
@@ -720,12 +720,12 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_share(options, sampling, f
     completions = asyncio.run(backend.sampler.sample([65, 66, 67], params))
     datums = []
     for c in completions:
-        assert c.tokens.max() < known
+        assert c.tokens.max() < size
         whole = [65, 66, 67, *c.tokens.tolist()]
         with torch.no_grad():
             law = (
                 logits(input_ids=torch.tensor([whole]))
-                .logits[0, :-1, :known]
+                .logits[0, :-1, :size]
                 .double()
                 .log_softmax(-1)
             )
@@ -744,7 +744,7 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_share(options, sampling, f
         with torch.no_grad():
             law = (
                 logits(input_ids=torch.tensor([datum.tokens.tolist()]))
-                .logits[0, :-1, :known]
+                .logits[0, :-1, :size]
                 .double()
                 / hot
             )

@@ -391,9 +391,9 @@ def test_a_judge_may_ask_the_policy_of_its_own_loop(client):
 
 def test_a_reward_that_is_late_drops_its_sample_with_the_reason():
     async def judge(text):
-        return 1.0 if asked.append(text) or len(asked) > 1 else await asyncio.Event().wait()
+        return 1.0 if calls.append(text) or len(calls) > 1 else await asyncio.Event().wait()
 
-    asked = []
+    calls = []
     record = run(make_loop(reward=judge, reward_timeout=0.5).step())
     [dropped] = [reason for g in record.groups for reason in g.dropped]
     assert dropped.endswith("is unscorable: judge took longer than 0.5 s (reward_timeout)")

@@ -449,16 +449,16 @@ def test_value_and_gradient_agree_with_a_scalar_formula(
     options = data.draw(loss_options(policy_loss))
     loss, grads = evaluate(datums, policy, options)
     scalar = Scalar(datums, options, policy)
-    here = scalar.value()
+    expected = scalar.value()
     h = 1e-6
-    assert loss == pytest.approx(here, rel=1e-10, abs=1e-12)
+    assert loss == pytest.approx(expected, rel=1e-10, abs=1e-12)
     for i, j in scalar.places:
         values = []
         for step in (-h, h):
             scalar.moved = {(i, j): policy[i][j] + step}
             values.append(scalar.value())
         # they differ where the loss has a kink
-        dlogprobs = sorted([(here - values[0]) / h, (values[1] - here) / h])
+        dlogprobs = sorted([(expected - values[0]) / h, (values[1] - expected) / h])
         assert dlogprobs[0] - 1e-4 <= grads[i][j] <= dlogprobs[1] + 1e-4, (
             f"{datums[i].where}, target {j}"
         )

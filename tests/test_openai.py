@@ -301,10 +301,10 @@ def test_places_are_never_lost_nor_assigned_twice(fates, start):
 
 def test_a_key_is_sent_and_never_shown(caplog, capsys):
     caplog.set_level(logging.DEBUG)
-    seen = []
+    headers = []
 
     async def respond(request):
-        seen.append(request.headers.get("authorization"))
+        headers.append(request.headers.get("authorization"))
         return JSONResponse({"error": {"message": f"the key {KEY} is not known"}}, 401)
 
     async def test(url):
@@ -320,7 +320,7 @@ def test_a_key_is_sent_and_never_shown(caplog, capsys):
 
     with serve(Starlette(routes=[Route("/v1/completions", respond, methods=["POST"])])) as url:
         trace = asyncio.run(test(url))
-    assert seen == [f"Bearer {KEY}"]
+    assert headers == [f"Bearer {KEY}"]
     for text in (trace, caplog.text, *capsys.readouterr()):
         assert KEY not in text
 
@@ -421,19 +421,19 @@ def test_every_completion_has_the_logprobs_of_its_version(tmp_path):
                         )
                     )
 
-            async def seen(version):
+            async def until_version(version):
                 async with asyncio.timeout(60):
                     while not any(c.policy_version == version for c in sampled):
                         await asyncio.sleep(0.002)
 
             tasks = [asyncio.create_task(draw(first)) for first in range(6)]
             for version in (1, 2, 3):
-                await seen(version - 1)
+                await until_version(version - 1)
                 await backend.policy.forward_backward_custom(lesson, reinforce)
                 await backend.policy.optim_step(AdamParams(learning_rate=1e-2))
                 await backend.sync(await backend.policy.save_weights_for_sampler(f"v{version}"))
                 states[version] = await backend.policy.save_state(f"v{version}")
-            await seen(3)
+            await until_version(3)
             over = True
             await asyncio.gather(*tasks)
             assert {c.policy_version for c in sampled} == {0, 1, 2, 3}
@@ -648,11 +648,11 @@ def test_check_says_which_server_it_is_and_what_is_missing_for_what(local, capsy
         part.save_pretrained(tmp_path / "model")
 
     def check_output(url):
-        place = tmp_path / "new" / "check.html"
-        asked = f"--backend openai --base-url {url} --served-model tiny --base-model {tmp_path}/model".split()
-        code = run_check([*asked, "--report", str(place)])
-        page = place.read_text(encoding="utf-8")
-        assert f"rl-notebook check {' '.join(asked)}</code>" in page
+        report = tmp_path / "new" / "check.html"
+        options = f"--backend openai --base-url {url} --served-model tiny --base-model {tmp_path}/model".split()
+        code = run_check([*options, "--report", str(report)])
+        page = report.read_text(encoding="utf-8")
+        assert f"rl-notebook check {' '.join(options)}</code>" in page
         assert ("What does not hold" in page) == bool(code)
         return code, capsys.readouterr().out
 
@@ -699,10 +699,10 @@ TORTS = {
 @pytest.mark.parametrize("name", TORTS)
 def test_what_no_server_should_send_is_named_at_once(name):
     status, body, match = TORTS[name]
-    asked = []
+    requests = []
 
     async def respond(request):
-        asked.append(request.url.path)
+        requests.append(request.url.path)
         return Response(
             body, status, media_type="text/html" if name == "html" else "application/json"
         )
@@ -712,7 +712,7 @@ def test_what_no_server_should_send_is_named_at_once(name):
             with pytest.raises(BackendError, match=match) as caught:
                 await sampler.sample(PROMPT, SampleParams(max_tokens=2))
             assert not set(str(caught.value)) & {"\x1b", "\x07"}
-        assert asked == ["/v1/completions"]
+        assert requests == ["/v1/completions"]
 
     with serve(Starlette(routes=[Route("/{path:path}", respond, methods=["GET", "POST"])])) as url:
         asyncio.run(test(url))

@@ -319,10 +319,10 @@ def test_short_names_of_an_earlier_release_are_announced_and_others_listed(recor
 
 def test_losses_that_share_a_name_are_kept_apart(workdir, record):
     def factory(scale):
-        def made(policy_logprobs, advantages):
+        def scaled_loss(policy_logprobs, advantages):
             return -scale * advantages * policy_logprobs
 
-        return made
+        return scaled_loss
 
     table = what_if(record, {str(scale): {"policy_loss": factory(scale)} for scale in (2, 3)}).table
     assert [*table.note[1:]] == [

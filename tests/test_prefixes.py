@@ -80,16 +80,16 @@ MODELS = {name: tiny_model(name) for name in ("qwen3", "gpt2")} | {"mistral": mi
 
 def pair_of(family: str, **options):
     "Two backends over equal weights: one reads trees whenever there is a datum, the other never."
-    made = [
+    backends = [
         open_local(copy.deepcopy(MODELS[family]), None, inline=True, device="cpu", **options)
         for _ in range(2)
     ]
-    for backend, shares in zip(made, (True, False), strict=True):
+    for backend, shares in zip(backends, (True, False), strict=True):
         roles = (backend.policy.state, backend.reference)
         assert [role.scoring.no_tree for role in roles] == ["", ""]
         for role in roles:  # under LoRA both are one model
             role.scoring.causal.no_tree = "" if shares else "switched off"
-    return made
+    return backends
 
 
 def always(scoring: Scoring, datums) -> list[Batch]:
@@ -143,11 +143,11 @@ def weighted(prompt_logprobs: bool):
     def loss(datums, logprobs):
         total = torch.zeros(())
         for d, lp in zip(datums, logprobs, strict=True):
-            known = lp[torch.from_numpy(d.active | prompt_logprobs)]
+            scored = lp[torch.from_numpy(d.active | prompt_logprobs)]
             total = (
                 total
-                + d.advantage * (known * (1 + torch.arange(len(known)))).sum()
-                + 0 * known.sum()
+                + d.advantage * (scored * (1 + torch.arange(len(scored)))).sum()
+                + 0 * scored.sum()
             )
         return total, {}
 

@@ -79,7 +79,7 @@ def planted(bug: str) -> Any:
 
 
 @functools.cache
-def made(bug: str) -> tuple[Any, str]:
+def trained_with_bug(bug: str) -> tuple[Any, str]:
     "The loop of a script, and what it printed."
     with contextlib.redirect_stdout(io.StringIO()) as out:
         loop = asyncio.run(planted(bug).train())
@@ -102,7 +102,7 @@ def case(bug: str, display: str, step: int, words: str) -> Any:
 
 @pytest.mark.parametrize(("bug", "display", "step", "words"), [case(*s) for s in SAID])
 def test_the_bug_is_reported(bug: str, display: str, step: int, words: str) -> None:
-    text = shown(*made(bug), display, step)
+    text = shown(*trained_with_bug(bug), display, step)
     assert re.search(words, text), text
 
 

@@ -100,10 +100,10 @@ def test_the_import_of_the_documents_runs_as_a_script(tmp_path):
 def test_a_keyword_says_what_it_is_whatever_its_parameters_are_called():
     "A factory whose parameter has another name, and what it makes; a function whose parameter is called `setup`."
     rows = [{"prompt": "1+1=", "answer": "2"}] * 4
-    seen = list[int]()
+    group_sizes = list[int]()
 
     def factory(dependencies):
-        seen.append(dependencies.completions_per_prompt)
+        group_sizes.append(dependencies.completions_per_prompt)
 
         async def run(row):
             return await sampled(dependencies, row)
@@ -129,7 +129,7 @@ def test_a_keyword_says_what_it_is_whatever_its_parameters_are_called():
                 ).steps
                 == 1
             )
-    assert seen == [4, 4]
+    assert group_sizes == [4, 4]
 
     with pytest.raises(ConfigError, match="rollout_fn: got a rollout_fn_factory beside it"):
         run(Config(**SMALL_RUN, steps=1), rows=rows, rollout_fn=len, rollout_fn_factory=factory)
@@ -241,7 +241,7 @@ def test_records_go_to_every_listener(tmp_path):
     assert all(line.startswith(record.verdict) for line, record in zip(lines, heard, strict=False))
     assert result.run is not None
     assert [
-        record.metrics == there.metrics for record, there in zip(heard, result.run, strict=True)
+        record.metrics == stored.metrics for record, stored in zip(heard, result.run, strict=True)
     ] == [True] * 4
     assert result.run.checkpoints == [4]  # the trained policy is always kept
     assert (result.reward_before, result.reward_after, result.stopped) == (None, None, False)

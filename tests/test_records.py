@@ -344,7 +344,7 @@ def test_what_earlier_versions_sealed_is_read(run: RunFolder):
     pd.testing.assert_frame_equal(opened.metrics(), metrics)
 
 
-def seen(path: Path) -> tuple:
+def contents(path: Path) -> tuple:
     "All that a run folder tells: settings, metrics, records, the state that training continues from."
     run = RunFolder.open(path)
     result = run.latest_checkpoint()
@@ -378,10 +378,10 @@ def test_a_flipped_bit_is_rejected_named_or_harmless(tmp_path: Path):
         run.add(synthetic_record(step, groups=2, completions=2))
     run.log_metrics(2, {"eval/reward": 0.5})
     save(run, 2, backend.policy.save_state)
-    whole = seen(run.path)
+    whole = contents(run.path)
     rng = np.random.default_rng(0)
     counts = Counter()
-    assert alike(seen(run.path), whole)
+    assert alike(contents(run.path), whole)
     # these may be edited by hand
     for name in sorted(files(run.path).keys() - {"config.yaml", "metrics.jsonl"}):
         path = run.path / name
@@ -396,7 +396,7 @@ def test_a_flipped_bit_is_rejected_named_or_harmless(tmp_path: Path):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
-                    same_as_before = alike(seen(run.path), whole)
+                    same_as_before = alike(contents(run.path), whole)
                     named = any(name.rpartition("/")[2] in str(w.message) for w in caught)
                     outcomes["named" if named else "harmless" if same_as_before else "TAKEN"] += 1
                 except RecordError:

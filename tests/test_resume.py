@@ -93,10 +93,10 @@ def command(args: list[str], out: Path) -> Any:
     return process
 
 
-def wait_for(process: Any, there: Callable[[], Any]) -> None:
+def wait_for(process: Any, is_true: Callable[[], Any]) -> None:
     "Wait until something is true, while a process lives."
     deadline = time.monotonic() + 60
-    while not there():
+    while not is_true():
         assert process.is_alive()
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -116,12 +116,12 @@ def numbers(folder: Path) -> dict[int, dict[str, Any]]:
     rows: dict[int, dict[str, Any]] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        kept = {
+        metrics = {
             k: v
             for k, v in row.items()
             if not k.startswith(("seconds/", "perf/", "sync/", "crc32"))
         }
-        rows.setdefault(row["step"], {}).update(kept)
+        rows.setdefault(row["step"], {}).update(metrics)
     return rows
 
 

@@ -15,7 +15,7 @@ KINDS = st.sampled_from(["passing", "final", "answer"])
 
 def both(calls, retries: Retries) -> list[tuple[str, int, list[float]]]:
     "Outcome, tries and pauses of the same calls, awaited and blocking."
-    seen = []
+    results = []
     for awaited in (True, False):
         tries = 0
         pauses = []
@@ -41,8 +41,8 @@ def both(calls, retries: Retries) -> list[tuple[str, int, list[float]]]:
                 outcome = with_retries_blocking(once, retries, sleep=pauses.append)
         except (AskAgain, KeyError) as error:
             outcome = type(error).__name__
-        seen.append((outcome, tries, pauses))
-    return seen
+        results.append((outcome, tries, pauses))
+    return results
 
 
 @given(st.lists(KINDS, min_size=1, max_size=6), st.integers(1, 5), st.integers(0, 2**40))

@@ -43,8 +43,8 @@ def test_a_loop_compares_each_part_with_its_weight():
             want = np.zeros(len(g.samples))
             for name, weight in weights.items():
                 part = np.array([s.rewards.get(name, np.nan) for s in g.samples], dtype=float)
-                known = ~np.isnan(part)
-                want[known] += weight * z(part[known]) if known.sum() > 1 else 0.0
+                scored = ~np.isnan(part)
+                want[scored] += weight * z(part[scored]) if scored.sum() > 1 else 0.0
             np.testing.assert_allclose(g.advantages, want, atol=1e-9)
         assert any(abs(g.advantages - z(g.rewards)).max() > 0.1 for g in record.groups)
         assert replay_advantages(loop, record).same is not False
@@ -89,26 +89,26 @@ def test_a_group_that_names_no_parts_is_rejected():
     ):
         with_advantages([group], scale="parts")
     parts = tuple(replace(s, rewards={"a": s.reward, "b": 0.0}) for s in group.samples)
-    [made] = with_advantages([replace(group, samples=parts)], scale="parts")
-    assert made.advantages == pytest.approx([0.7071068, -0.7071068])
+    [with_parts] = with_advantages([replace(group, samples=parts)], scale="parts")
+    assert with_parts.advantages == pytest.approx([0.7071068, -0.7071068])
     tripled = [replace(s, reward=3 * s.reward) for s in parts]
-    [made] = with_advantages(
+    [with_parts] = with_advantages(
         [replace(group, samples=tuple(tripled))], scale="parts", weights={"a": 3.0}
     )
-    assert made.advantages == pytest.approx([2.1213203, -2.1213203])
+    assert with_parts.advantages == pytest.approx([2.1213203, -2.1213203])
 
 
 @pytest.mark.parametrize("scale", ["opo", "whiten"])
 def test_a_scale_that_weighs_by_tokens_names_a_completion_without_them(scale):
-    known = RolloutSample([1, 2, 3], [0.0, -1.0, -1.0], [0, 1, 1], reward=1.0)
+    sample = RolloutSample([1, 2, 3], [0.0, -1.0, -1.0], [0, 1, 1], reward=1.0)
     text = RolloutSample([], [], [], reward=0.0, text="an answer")
-    for others in ([text, replace(text, reward=1.0)], [known, text]):
+    for others in ([text, replace(text, reward=1.0)], [sample, text]):
         with pytest.raises(
             LossError, match=rf"sample \d: advantage_scale '{scale}': got a completion without"
         ):
             with_advantages([PromptGroup(others)], scale=scale)
-    unscored = [known, replace(known, reward=None)]
+    unscored = [sample, replace(sample, reward=None)]
     with pytest.raises(RewardError, match="rewards of a group: got"):
         with_advantages([PromptGroup(unscored)], scale=scale)
-    (group,) = with_advantages([PromptGroup([known, replace(known, reward=0.0)])], scale=scale)
+    (group,) = with_advantages([PromptGroup([sample, replace(sample, reward=0.0)])], scale=scale)
     assert np.isfinite(group.advantages).all()

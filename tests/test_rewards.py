@@ -166,10 +166,12 @@ SIZES += [
 ]
 
 
-@pytest.mark.parametrize("made", [int, str, float, np.int64])
-def test_countdown_reads_numbers_however_a_row_holds_them(made):
+@pytest.mark.parametrize("number_type", [int, str, float, np.int64])
+def test_countdown_reads_numbers_however_a_row_holds_them(number_type):
     def grade(number):
-        return countdown_reward(f"<answer>{number}</answer>", made(3), [made(1), made(2)])
+        return countdown_reward(
+            f"<answer>{number}</answer>", number_type(3), [number_type(1), number_type(2)]
+        )
 
     assert [grade("1+2"), grade("3"), grade("1+1+1")] == [1.0, 0.0, 0.0]
     for columns in (
@@ -197,19 +199,19 @@ def test_whatever_a_completion_or_a_row_holds_is_scored_at_once(name):
 
 
 def test_trl_sync_async_and_columns():
-    seen = {}
+    columns_seen = {}
 
     def sync(
         prompts, completions, completion_ids, level, solution, trainer_state, log_metric, **kwargs
     ):
-        seen.update(
+        columns_seen.update(
             prompts=prompts,
             completions=completions,
             ids=completion_ids,
             level=level,
             solution=solution,
         )
-        seen.update(step=trainer_state.global_step, rest=kwargs)
+        columns_seen.update(step=trainer_state.global_step, rest=kwargs)
         log_metric("n", 3)
         return [1, None]
 
@@ -219,32 +221,39 @@ def test_trl_sync_async_and_columns():
 
     sampled = [Completion([5, 6], [8, 2], [-0.1, -0.2], text=t) for t in ("72", "7")]
     scores = score_blocking(sampled, CHAT, [sync, later], step=7)
-    assert (seen["prompts"], seen["completions"]) == (["48/2+48?"] * 2, ["72", "7"])
-    assert (seen["ids"], seen["level"], seen["solution"]) == (
+    assert (columns_seen["prompts"], columns_seen["completions"]) == (["48/2+48?"] * 2, ["72", "7"])
+    assert (columns_seen["ids"], columns_seen["level"], columns_seen["solution"]) == (
         [[8, 2]] * 2,
         ["easy"] * 2,
         ["72"] * 2,
     )
-    assert seen["step"] == 7
-    assert set(seen["rest"]) == {"id", "question", "answer", "log_extra"}
+    assert columns_seen["step"] == 7
+    assert set(columns_seen["rest"]) == {"id", "question", "answer", "log_extra"}
     assert scores.rewards(1) == {"sync": None, "later": 0.25}
     assert scores.metrics == {"n": 3.0}
     score_blocking(
-        ["72"], TEXT, lambda prompts, completions: seen.update(p=prompts, c=completions) or [0]
+        ["72"],
+        TEXT,
+        lambda prompts, completions: columns_seen.update(p=prompts, c=completions) or [0],
     )
-    assert (seen["p"], seen["c"]) == (["48/2+48 ="], ["72"])
-    asked = [{"role": "user", "content": "48/2+48?"}]
-    for row in (make_row({"prompt": asked, "question": "?"}), make_row({"messages": asked})):
+    assert (columns_seen["p"], columns_seen["c"]) == (["48/2+48 ="], ["72"])
+    messages = [{"role": "user", "content": "48/2+48?"}]
+    for row in (make_row({"prompt": messages, "question": "?"}), make_row({"messages": messages})):
         score_blocking(
-            ["72"], row, lambda prompts, completions: seen.update(p=prompts, c=completions) or [0]
+            ["72"],
+            row,
+            lambda prompts, completions: columns_seen.update(p=prompts, c=completions) or [0],
         )
-        assert (seen["p"], seen["c"]) == ([asked], [[{"role": "assistant", "content": "72"}]])
+        assert (columns_seen["p"], columns_seen["c"]) == (
+            [messages],
+            [[{"role": "assistant", "content": "72"}]],
+        )
     turns = [{"role": "assistant", "content": "7"}, {"role": "user", "content": "Sure?"}]
     sample = RolloutSample(
         [1, 2, 3], [0, -1, -1], [0, 1, 1], None, text="7", info={"messages": turns}
     )
-    score_blocking([sample], CHAT, lambda completions: seen.update(c=completions) or [0])
-    assert seen["c"] == [turns]  # a conversation is one
+    score_blocking([sample], CHAT, lambda completions: columns_seen.update(c=completions) or [0])
+    assert columns_seen["c"] == [turns]  # a conversation is one
 
 
 def test_a_function_of_trl_that_got_the_other_form_is_shown_which_and_why():
@@ -560,9 +569,9 @@ def test_a_reward_that_asks_for_other_rewards_does_not_wait_for_itself():
     async def both(text):
         return (await score([text], CHAT, lambda text: 0.5)).totals[0] * 2
 
-    asked = LIMITS.most + 8
-    graded_ = asyncio.run(asyncio.wait_for(score(["a"] * asked, CHAT, both), 120))
-    assert graded_.totals.tolist() == [1.0] * asked
+    count = LIMITS.most + 8
+    graded_ = asyncio.run(asyncio.wait_for(score(["a"] * count, CHAT, both), 120))
+    assert graded_.totals.tolist() == [1.0] * count
 
 
 def test_a_blocking_call_calls_plain_functions_in_its_own_thread():

@@ -224,8 +224,8 @@ def test_lost_samples_are_made_again_and_everything_is_counted(plan, rounds):
     n = len(plan)
     sampled = run_rollouts(planned, n=n, seed=5, group_retries=rounds)
     tried = [[*fates, *[fates[-1]] * 9][: rounds + 1] for fates in plan]
-    kept = [i for i, fates in enumerate(tried) if "ok" in fates]
-    assert [s.reward for s in sampled.samples] == kept
+    expected = [i for i, fates in enumerate(tried) if "ok" in fates]
+    assert [s.reward for s in sampled.samples] == expected
     assert len(sampled.samples) + len(sampled.dropped) == n
     assert [calls.count(i) for i in range(n)] == [
         f.index("ok") + 1 if "ok" in f else rounds + 1 for f in tried

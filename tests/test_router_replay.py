@@ -321,14 +321,14 @@ def test_a_blank_lets_the_trainer_choose():
             noting(routers) as notes,
         ):
             backend.policy.state.module(torch.tensor(datum.tokens[None, :-1]))
-            taken = notes.take().numpy()
-        known = chosen[:, 0, 0] >= 0
-        assert (taken[known] == chosen[known]).all()
-        assert (taken >= 0).all()
+            choices = notes.take().numpy()
+        noted = chosen[:, 0, 0] >= 0
+        assert (choices[noted] == chosen[noted]).all()
+        assert (choices >= 0).all()
         (scored,) = await backend.policy.forward([replace(datum, routing=holes)])
         with torch.no_grad():
             want = reference_logprobs(
-                backend.policy.state.module, datum.tokens, taken, rounded=True
+                backend.policy.state.module, datum.tokens, choices, rounded=True
             ).numpy()
         np.testing.assert_allclose(scored.values[datum.active], want[datum.active], atol=2e-5)
 

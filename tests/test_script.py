@@ -61,10 +61,10 @@ def run_script(path: Path, log: Path, *options: str) -> list[StepRecord]:
     return list(Run.open(log))
 
 
-def assert_same(there: Sequence[StepRecord], here: Sequence[StepRecord]) -> None:
+def assert_same(expected: Sequence[StepRecord], records: Sequence[StepRecord]) -> None:
     "Two runs made the same steps, to the last bit."
-    assert [r.step for r in there] == [r.step for r in here]
-    for one, other in zip(there, here, strict=True):
+    assert [r.step for r in expected] == [r.step for r in records]
+    for one, other in zip(expected, records, strict=True):
 
         def samples(r):
             return [(s.text, s.reward, s.tokens.tolist()) for g in r.groups for s in g.samples]
@@ -217,8 +217,8 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     import nbformat
     from nbclient import NotebookClient
 
-    asked = [cell for source, _ in REFUSED.values() for cell in (source, "ask()")]
-    cells = map(nbformat.v4.new_code_cell, [OPEN, *CELLS, OPENED, RUN, ASK, *asked])
+    rejected_cells = [cell for source, _ in REFUSED.values() for cell in (source, "ask()")]
+    cells = map(nbformat.v4.new_code_cell, [OPEN, *CELLS, OPENED, RUN, ASK, *rejected_cells])
     nb = nbformat.v4.new_notebook(cells=[*cells])
     folder = tmp_path_factory.mktemp("kernel")
     NotebookClient(
@@ -238,9 +238,9 @@ def test_functions_of_cells_come_with_their_source(kernel):
         first.split("of ")[-1].split(", ")
     )
     assert "note" not in summary
-    there = run_script(folder / "made" / "run.py", folder / "log")
+    by_script = run_script(folder / "made" / "run.py", folder / "log")
     POLICY_LOSSES.pop("mine")
-    assert_same(there, list(Run.open(folder / "here")))
+    assert_same(by_script, list(Run.open(folder / "here")))
 
 
 def test_what_only_the_kernel_knows_is_rejected_in_words(kernel):
@@ -275,9 +275,9 @@ def test_a_config_names_functions_of_files(workdir):
     assert (cfg.rewards, cfg.reward_weights) == (("my_functions:close", "format"), (2.0, 1.0))
     assert (cfg.advantage_fn, cfg.max_rows) == ("my_functions:against_the_worst", 8)
     cfg.to_yaml(workdir / "run.yaml")
-    here = asyncio.run(loop.run(progress=False))
+    by_loop = asyncio.run(loop.run(progress=False))
     assert command(["train", "--config", "run.yaml", "--log-path", "log"]) == 0
-    assert_same(list(Run.open(workdir / "log")), here)
+    assert_same(list(Run.open(workdir / "log")), by_loop)
 
 
 @pytest.mark.parametrize(
@@ -349,8 +349,10 @@ def test_a_file_of_another_program_is_left_alone(tmp_path):
             loop.to_script(tmp_path / "run.py")
         assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine\n")]
         (tmp_path / name).unlink()
-    made = grpo_loop(toy_reward).to_script(tmp_path / "other.py")
-    assert grpo_loop(toy_reward).to_script(tmp_path / "other.py") == made  # its own it writes again
+    script = grpo_loop(toy_reward).to_script(tmp_path / "other.py")
+    assert (
+        grpo_loop(toy_reward).to_script(tmp_path / "other.py") == script
+    )  # its own it writes again
 
 
 @pytest.mark.parametrize(

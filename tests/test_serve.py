@@ -355,9 +355,11 @@ def test_keys_and_addresses() -> None:
                 async with client_of(rollout) as client:
                     with pytest.raises(openai.AuthenticationError, match="key"):
                         await client.with_options(api_key="x").models.list()
-                    for there in (client, client.with_options(base_url=f"{server.url}/v1")):
-                        assert [model.id async for model in there.models.list()] == ["policy"]
-                        assert (await there.models.retrieve("any")).id == "any"
+                    for address_form in (client, client.with_options(base_url=f"{server.url}/v1")):
+                        assert [model.id async for model in address_form.models.list()] == [
+                            "policy"
+                        ]
+                        assert (await address_form.models.retrieve("any")).id == "any"
                     with pytest.raises(
                         openai.NotFoundError,
                         match=r"GET /v1/files: there is only POST .* GET .*models",
@@ -578,7 +580,7 @@ def test_the_responses_api_plays_the_same_conversation() -> None:
             with server.rollout() as rollout:
                 async with client_of(rollout) as client:
                     tool = {"type": "function", **ADD["function"]}
-                    asked = {
+                    options = {
                         "model": "any",
                         "tools": [tool],
                         "instructions": "x",
@@ -588,7 +590,7 @@ def test_the_responses_api_plays_the_same_conversation() -> None:
                         {"role": "user", "content": [{"type": "input_text", "text": "x"}]}
                     ]
                     for _ in range(2):
-                        reply = await client.responses.create(input=items, **asked)
+                        reply = await client.responses.create(input=items, **options)
                         items += [item.to_dict() for item in reply.output]
                         for call in [item for item in reply.output if item.type == "function_call"]:
                             out = {
@@ -601,7 +603,7 @@ def test_the_responses_api_plays_the_same_conversation() -> None:
                     assert kinds == ["asked", "function_call", "function_call_output", "message"]
                     assert reply.output_text == ANSWER
                     items.append({"role": "user", "content": "x"})
-                    async with client.responses.stream(input=items, **asked) as stream:
+                    async with client.responses.stream(input=items, **options) as stream:
                         kinds = [event.type async for event in stream]
                         whole = await stream.get_final_response()
                     assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")

@@ -84,7 +84,7 @@ def test_a_snapshot_is_sampled_in_its_session_only(running: Any, monkeypatch: py
         async with opened(running, monkeypatch) as (backend, _cfg), opened(running, monkeypatch):
             path = await backend.policy.save_weights_for_sampler("mine")
             mine, other = sorted(pool(running).sessions, key=lambda id: f"/{id}/" not in path)
-            asked = {"prompt": [1, 2, 3], "max_tokens": 2}
+            body = {"prompt": [1, 2, 3], "max_tokens": 2}
             headers = {"Authorization": f"Bearer {running.environment()['FIREWORKS_API_KEY']}"}
             url = f"{running.url}/training/v1/serverless/inference/v1/completions"
             result = {}
@@ -92,7 +92,7 @@ def test_a_snapshot_is_sampled_in_its_session_only(running: Any, monkeypatch: py
                 for session in (mine, other, "ts-none"):
                     model = f"accounts/local/trainingSessions/{session}/checkpoints/{path}"
                     result[session] = (
-                        await client.post(url, json=asked | {"model": model})
+                        await client.post(url, json=body | {"model": model})
                     ).status_code
             assert result == {mine: 200, other: 404, "ts-none": 404}
 

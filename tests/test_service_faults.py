@@ -325,11 +325,11 @@ async def go_on(
     cfg = killed_config(folder, STEPS, EVERY, folder.name)
     mark = len(service.emulator.log)
     async with await open_service(service, cfg, leftover=leftover) as backend:
-        asked = [f"{e.method} {e.path}" for e in service.emulator.log[mark:]]
+        requests = [f"{e.method} {e.path}" for e in service.emulator.log[mark:]]
         return (
             await measured(cfg, backend, service, resume=True),
             job_states(service, folder),
-            asked,
+            requests,
         )
 
 

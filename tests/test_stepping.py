@@ -389,13 +389,13 @@ def test_another_limit_of_completions_in_flight_holds_from_the_next_sample_on():
     async def main():
         loop = make_loop(rows=12)
         in_flight = 0
-        seen = list[int]()
+        counts = list[int]()
         sample = loop.sampler.sampler.sample
 
         async def counted(prompt, params):
             nonlocal in_flight
             in_flight += params.n
-            seen.append(in_flight)
+            counts.append(in_flight)
             try:
                 return await sample(prompt, params)
             finally:
@@ -403,12 +403,12 @@ def test_another_limit_of_completions_in_flight_holds_from_the_next_sample_on():
 
         loop.sampler.sampler = type("Counted", (), {"sample": staticmethod(counted)})()
         await loop.step()
-        assert max(seen) > 6
+        assert max(counts) > 6
         for most in (2, 12):
-            seen.clear()
+            counts.clear()
             loop.change(max_concurrent=most)
             await loop.step()
-            assert max(seen) == most
+            assert max(counts) == most
 
     run(main())
 

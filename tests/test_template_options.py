@@ -43,8 +43,10 @@ def config(tmp_path):
 
 def rendered(tokenizer, row, **options):
     "What transformers itself makes of it."
-    kept = {"chat_template": THINKER, "tokenize": False, "add_generation_prompt": True}
-    return tokenizer.apply_chat_template([dict(m) for m in row.messages], **kept, **options)
+    fixed_options = {"chat_template": THINKER, "tokenize": False, "add_generation_prompt": True}
+    return tokenizer.apply_chat_template(
+        [dict(m) for m in row.messages], **fixed_options, **options
+    )
 
 
 def test_every_prompt_of_a_run_is_rendered_so(backend, config):
@@ -186,7 +188,7 @@ def test_form_is_judged_with_what_the_prompt_opened(backend, opens, tmp_path):
     (tmp_path / "opens.jinja").write_text("{% for m in messages %}" + turn + "{% endfor %}" + begun)
     tokenizer = with_template(backend.tokenizer, tmp_path / "opens.jinja", None)
 
-    def seen(text, opened):
+    def form_reward(text, opened):
         return float(text in texts and opens.endswith(opened))
 
     class Sampler:
@@ -200,9 +202,9 @@ def test_form_is_judged_with_what_the_prompt_opened(backend, opens, tmp_path):
 
     [prompt] = encode_rows(load_rows([{"question": "Use <think>. 2+2?", "answer": "4"}]), tokenizer)
     sampled = asyncio.run(sample_completions(Sampler(), prompt, SampleParams(n=3)))
-    group = asyncio.run(score_group(sampled, ["format", "gsm8k", seen]))
+    group = asyncio.run(score_group(sampled, ["format", "gsm8k", form_reward]))
     assert [s.rewards["format"] for s in group.samples] == right
     assert group.samples[0].rewards["gsm8k"] == 1
-    assert [s.rewards["seen"] for s in group.samples] == [
+    assert [s.rewards["form_reward"] for s in group.samples] == [
         "unfinished_thinking" not in s.info for s in group.samples
     ]

@@ -86,11 +86,11 @@ def test_what_an_encoding_lacks_is_written_out(
         out.flush()
         return out.buffer.getvalue().decode(encoding)
 
-    there = printed(encoding)
+    text = printed(encoding)
     all_of_it = printed("utf-8")
-    assert len(there.splitlines()) == len(all_of_it.splitlines())
-    assert "\\U0001f642" in there
-    assert ("你好" in there) == (encoding == "gbk")
+    assert len(text.splitlines()) == len(all_of_it.splitlines())
+    assert "\\U0001f642" in text
+    assert ("你好" in text) == (encoding == "gbk")
     assert "🙂 – 你好" in all_of_it
 
 

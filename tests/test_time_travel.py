@@ -118,14 +118,14 @@ def test_a_phase_that_fails_leaves_the_loop_where_it_stood(monkeypatch):
         for phase in PHASES:
             if phase in BREAKS:
                 before = place(loop)
-                kept = weights(loop)
+                weights_before = weights(loop)
                 loop.state.cache.clear()  # scored again by the reference
                 with pytest.raises(
                     (RuntimeError, RewardError, DataError), match="the fault of the backend"
                 ):
                     await fail(loop, phase, monkeypatch)
                 assert place(loop) == before, phase
-                assert same(kept, weights(loop)), phase
+                assert same(weights_before, weights(loop)), phase
             result = getattr(loop, phase)()
             record = await result if asyncio.iscoroutine(result) else result
         assert_equal(numbers(record), expected, rel=1e-6)

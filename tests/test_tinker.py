@@ -176,8 +176,8 @@ def test_a_loss_of_the_service_that_is_another_one_leaves_nothing_behind(metrics
         client = service.connect()
         right = client.forward_backward
 
-        def forward_backward(*asked):
-            future = right(*asked)
+        def forward_backward(*args):
+            future = right(*args)
             future.result().metrics = metrics
             return future
 
@@ -352,8 +352,10 @@ def test_versions_are_counted_as_locally():
 
     async def test():
         async with open_local(tiny_model(), byte_tokenizer()) as local:
-            here = await counted(local.policy, lambda p: p.versions.publish())
-        assert await counted(trainer_of(Service()), lambda p: p.versions.publish()) == here
+            local_versions = await counted(local.policy, lambda p: p.versions.publish())
+        assert (
+            await counted(trainer_of(Service()), lambda p: p.versions.publish()) == local_versions
+        )
 
     run(test())
 
@@ -637,8 +639,8 @@ def test_the_loop_with_a_loss_of_the_service(service):
     }
 
     def passes(start: int) -> int:
-        asked = [e.path.rsplit("/", 1)[-1] for e in list(service.emulator.log)[start:]]
-        return sum(name in ("forward", "forward_backward") for name in asked)
+        requests = [e.path.rsplit("/", 1)[-1] for e in list(service.emulator.log)[start:]]
+        return sum(name in ("forward", "forward_backward") for name in requests)
 
     async def stepped(path: str):
         quick = {"backend": "tinker", "lora_rank": 4, "kl_beta": 0.0, "learning_rate": 1e-3}

@@ -133,8 +133,8 @@ def test_wandb_offline(wandb_offline, monkeypatch):
         for r in records
         if r.WhichOneof("record_type") == "history"
     ]
-    seen = [(row["step"], row["reward"]) for row in rows]
-    assert seen[:1] + seen[2:] == [(1, 0.25), (3, 0.75), (2, 1.0)]
+    rewards = [(row["step"], row["reward"]) for row in rows]
+    assert rewards[:1] + rewards[2:] == [(1, 0.25), (3, 0.75), (2, 1.0)]
     assert rows[0]["kl/k3"] == 0.5
     assert rows[1]["step"] == 2
     assert math.isnan(float(rows[1]["reward"]))
@@ -249,9 +249,9 @@ def test_trackio_local(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     logs, config, separate, threads, modules, tables = json.loads(done.stdout.split("RESULT")[1])
-    seen = [(row["step"], row["reward"]) for row in logs]
-    assert [s for s in seen if s[1] == s[1]] == [(1, 0.25), (3, 0.75), (2, 1.0), (4, 0.5)]
-    assert [step for step, reward in seen if reward != reward] == [2]
+    rewards = [(row["step"], row["reward"]) for row in logs]
+    assert [s for s in rewards if s[1] == s[1]] == [(1, 0.25), (3, 0.75), (2, 1.0), (4, 0.5)]
+    assert [step for step, reward in rewards if reward != reward] == [2]
     assert logs[0]["kl/k3"] == 0.5
     assert (config["learning_rate"], config["where"]) == (5e-5, "https://***@example.org")
     assert separate

@@ -50,10 +50,10 @@ def recorded(steps, seed, rows=32, folder=None, **kwargs):
             loop.change(**after)
         await loop.run(steps - len(loop.records), progress=False)
         if folder is not None:
-            kept = RunFolder.create(folder, cfg)
+            run_folder = RunFolder.create(folder, cfg)
             for record in loop.records:
-                kept.add(record)
-            kept.release()
+                run_folder.add(record)
+            run_folder.release()
         return list(loop.records)
 
     return asyncio.run(main())

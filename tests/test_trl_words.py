@@ -257,8 +257,8 @@ def test_advantages_are_those_of_trl(aggregation: str, scale: str) -> None:
     groups = [PromptGroup(tuple(samples[i : i + 4]), index=i) for i in (0, 4, 8)]
     rule = {"scale": cfg.advantage_scale, "eps": cfg.advantage_eps}
     rule["weights"] = dict(zip("ab", weights.tolist(), strict=False))
-    made = np.concatenate([g.advantages for g in with_advantages(groups, **rule)])
-    np.testing.assert_allclose(made, trl["advantages"], atol=1e-6)
+    advantages = np.concatenate([g.advantages for g in with_advantages(groups, **rule)])
+    np.testing.assert_allclose(advantages, trl["advantages"], atol=1e-6)
 
 
 BASE = {f.name for f in fields(TrainingArguments)}

@@ -51,8 +51,10 @@ def test_loss_and_gradient_are_those_of_transformers():
     total = torch.zeros(())
     count = 0
     for question, answer in QUESTIONS.items():
-        asked = [{"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        messages = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
         reply = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
         labels = torch.tensor([[-100] * len(prompt) + reply])
         total = total + model(torch.tensor([[*prompt, *reply]]), labels=labels).loss * len(reply)
@@ -125,7 +127,8 @@ def other():
 def test_the_advantage_is_teacher_minus_sampler(settings, tmp_path):
     def taught():
         pupil, teacher = (
-            open_local(*made, reference=False) for made in (load_model("tiny"), other())
+            open_local(*model_and_tokenizer, reference=False)
+            for model_and_tokenizer in (load_model("tiny"), other())
         )
         cfg = Config(**SMALL_RUN | {"kl_beta": 0.0, "teacher_coeff": 0.7} | settings)
         return GRPOLoop(with_teacher(pupil, teacher), toy_rows(24, seed=3), toy_reward, cfg)

@@ -478,10 +478,10 @@ def test_looking_at_gradients_leaves_no_trace(kind):
         await policy.optim_step(AdamParams(learning_rate=1e-3))
         return everything(policy.state)
 
-    seen = asyncio.run(steps(True))
+    observed = asyncio.run(steps(True))
     unseen = asyncio.run(steps(False))
-    assert seen.keys() == unseen.keys()
-    assert all(torch.equal(seen[n], unseen[n]) for n in seen)
+    assert observed.keys() == unseen.keys()
+    assert all(torch.equal(observed[n], unseen[n]) for n in observed)
 
 
 def by_hand(module: torch.nn.Module, datum: Datum, dlogprob: np.ndarray) -> torch.Tensor:

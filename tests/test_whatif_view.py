@@ -36,8 +36,8 @@ def test_what_is_shown_is_what_if(record, settings):
         panel.controls[name].value = value
     # the clip slider is at 0.2, and a loss that reads it gets that
     reads_clip = "eps_clip" in POLICY_LOSSES[panel.controls["policy_loss"].value][1]
-    asked = {"eps_clip": 0.2} | settings if reads_clip else settings
-    want = what_if(record, {CHOSEN: asked}, policy_logprobs=later)
+    changes = {"eps_clip": 0.2} | settings if reads_clip else settings
+    want = what_if(record, {CHOSEN: changes}, policy_logprobs=later)
     assert panel.result.table.equals(want.table)
     for loss in want.table["loss"]:
         assert f">{loss:.4g}</td>" in panel.shown.value

@@ -134,7 +134,7 @@ def step_of(loop: type[GRPOLoop], recipe: str) -> dict[str, float]:
 
     async def run() -> Any:
         backend = open_local(*load_model("tiny"), device="cpu")
-        made = loop(
+        loop_of_kind = loop(
             backend,
             toy_rows(16),
             toy_reward,
@@ -142,9 +142,9 @@ def step_of(loop: type[GRPOLoop], recipe: str) -> dict[str, float]:
             dynamic_filter_fn=lambda g: True,
         )
         try:
-            return await made.step()
+            return await loop_of_kind.step()
         finally:
-            await made.close()
+            await loop_of_kind.close()
             await backend.close()  # type: ignore[misc]
 
     return metrics_row(asyncio.run(run()))

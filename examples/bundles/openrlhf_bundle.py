@@ -14,11 +14,13 @@ def samples_of(experience):
     "One sample a row; its series are in target coordinates, one shorter than the sequence."
     for i, tokens in enumerate(experience.sequences):
         real = experience.attention_mask[i].bool()
-        known = {ours: getattr(experience, name, None) for name, ours in OURS.items()}
-        known = {n: v[i][real[1:]].float().cpu().numpy() for n, v in known.items() if v is not None}
+        series = {ours: getattr(experience, name, None) for name, ours in OURS.items()}
+        series = {
+            n: v[i][real[1:]].float().cpu().numpy() for n, v in series.items() if v is not None
+        }
         mask = experience.action_mask[i][real[1:]].float().cpu().numpy()
         facts = {"group": str(experience.prompts[i]), "reward": float(experience.rewards[i])}
-        yield {"tokens": tokens[real].tolist(), "loss_mask": mask, **known, **facts}
+        yield {"tokens": tokens[real].tolist(), "loss_mask": mask, **series, **facts}
 
 
 def record(trainer, folder):
@@ -28,9 +30,9 @@ def record(trainer, folder):
     plain = maker.make_experience_batch
 
     def make_experience_batch(*args, **options):
-        made = plain(*args, **options)
-        write_step(folder, count[0], "OpenRLHF", [row for e in made for row in samples_of(e)])
+        batch = plain(*args, **options)
+        write_step(folder, count[0], "OpenRLHF", [row for e in batch for row in samples_of(e)])
         count[0] += 1
-        return made
+        return batch
 
     maker.make_experience_batch = make_experience_batch

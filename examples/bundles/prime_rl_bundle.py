@@ -19,13 +19,13 @@ OURS |= {"advantages": "advantages", "loss_mask": "loss_mask"}
 
 def sample_of(inputs, number):
     "One sequence of `LossInputs`; ids and groups are not in it: positions and a number stand for them."
-    known = {ours: getattr(inputs, name, None) for name, ours in OURS.items()}
-    known = {
+    series = {ours: getattr(inputs, name, None) for name, ours in OURS.items()}
+    series = {
         name: values.detach().float().cpu().numpy()
-        for name, values in known.items()
+        for name, values in series.items()
         if values is not None
     }
-    return {"tokens": range(len(known["loss_mask"])), "group": str(number), **known}
+    return {"tokens": range(len(series["loss_mask"])), "group": str(number), **series}
 
 
 def loss(inputs, **options):

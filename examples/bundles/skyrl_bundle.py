@@ -16,7 +16,7 @@ def samples_of(batch):
     real = batch["attention_mask"].numpy() > 0
     completion_mask = batch["response_mask"].numpy() > 0
     for i, tokens in enumerate(batch["sequences"].numpy()):
-        known = {
+        series = {
             ours: batch[name][i].float().numpy()[completion_mask[i]]
             for name, ours in OURS.items()
             if batch.get(name) is not None
@@ -27,7 +27,7 @@ def samples_of(batch):
             "group": str(
                 sample_tokens[: len(sample_tokens) - int(np.sum(completion_mask[i]))].tolist()
             ),
-            **known,
+            **series,
         }
 
 

@@ -19,15 +19,15 @@ def samples_of(data):
     "One sample for each of the lists of a rank; series are of the response, `raw_reward` is of all ranks."
     rewards = data.get("local_raw_reward") or [data["raw_reward"][k] for k in data["partition"]]
     for i, tokens in enumerate(data["tokens"]):
-        known = {ours: data[name][i] for name, ours in OURS.items() if data.get(name) is not None}
+        series = {ours: data[name][i] for name, ours in OURS.items() if data.get(name) is not None}
         prompt = len(tokens) - int(data["response_lengths"][i])
-        known = {name: values.float().cpu().numpy() for name, values in known.items()}
+        series = {name: values.float().cpu().numpy() for name, values in series.items()}
         token_ids = tokens.tolist()
         yield {
             "tokens": token_ids,
             "group": str(token_ids[:prompt]),
             "reward": float(rewards[i]),
-            **known,
+            **series,
         }
 
 

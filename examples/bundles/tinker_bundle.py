@@ -15,7 +15,7 @@ def samples_of(data, outputs):
         advantages = inputs["advantages"].data
         mask = [float(a != 0) for a in advantages]  # the cookbook takes the mask away before
         first = next((i for i, m in enumerate(mask) if m), len(mask))
-        known = {
+        series = {
             "sampler_logprobs": inputs["logprobs"].data,
             "policy_logprobs": output["logprobs"].data,
         }
@@ -24,7 +24,7 @@ def samples_of(data, outputs):
             "loss_mask": mask,
             "advantages": advantages,
             "group": str(tokens[: first + 1]),
-            **known,
+            **series,
         }
 
 

@@ -23,7 +23,7 @@ def samples_of(fields, keys, tags):
         if not tag.get("is_padding"):
             prompt = rows["prompts"][i]
             response = rows["responses"][i]
-            known = {ours: rows[name][i] for name, ours in OURS.items() if name in rows}
+            series = {ours: rows[name][i] for name, ours in OURS.items() if name in rows}
             facts = {
                 "group": str(key).rsplit("_", 2)[0],
                 "reward": float(rows["rm_scores"][i].sum()),
@@ -31,7 +31,7 @@ def samples_of(fields, keys, tags):
             tokens = [*prompt.astype(int), *response.astype(int)]
             yield {
                 "tokens": tokens,
-                **known,
+                **series,
                 **facts,
                 "policy_version": tag.get("min_global_steps"),
             }

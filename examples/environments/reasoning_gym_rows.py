@@ -23,13 +23,15 @@ data = reasoning_gym.create_dataset(
 )
 
 
-def asked(entry: dict[str, Any]) -> str:
+def question_of(entry: dict[str, Any]) -> str:
     "The question as the small model knows it. For another model: `return entry['question']`."
     return f"What is {entry['metadata']['expression'].replace(' ', '')}?"
 
 
 # --- the glue: 4 lines
-rows = [{"prompt": [{"role": "user", "content": asked(entry)}], "entry": entry} for entry in data]
+rows = [
+    {"prompt": [{"role": "user", "content": question_of(entry)}], "entry": entry} for entry in data
+]
 
 
 def score(text: str, entry: dict[str, Any]) -> float:

@@ -37,8 +37,8 @@ def read_answer(text: str) -> tuple[str, list[dict[str, Any]]]:
 def with_tools(template: str) -> str:
     "The small model's chat template with one more role: what a tool says is read as said by the user."
     role = "('user' if message['role'] == 'tool' else message['role'])"
-    known = template.replace("'assistant'] -%}", "'assistant', 'tool'] -%}", 1)
-    return "{#- tools -#}" + known.replace("'<|' + message['role']", f"'<|' + {role}", 1)
+    with_tool_role = template.replace("'assistant'] -%}", "'assistant', 'tool'] -%}", 1)
+    return "{#- tools -#}" + with_tool_role.replace("'<|' + message['role']", f"'<|' + {role}", 1)
 
 
 async def train(

@@ -57,16 +57,18 @@ def wanted(answer: str) -> list[float]:
 
 def calculations(text: str, answer: str) -> float:  # 0 to 1
     "The share of the reference's calculations that are there, of theirs or ours, whichever are more; half for a slip."
-    there = results(text)
+    computed = results(text)
     gold = Counter(wanted(answer))
     earned = 0.0
-    for value, same in sorted(there, key=lambda calculation: not calculation[1]):
+    for value, same in sorted(computed, key=lambda calculation: not calculation[1]):
         earned += (gold[value] > 0) * (1.0 if same else 0.5)
         gold[value] -= 1
-    return earned / max(len(there), len(wanted(answer)), 1)
+    return earned / max(len(computed), len(wanted(answer)), 1)
 
 
 def with_calculator(text: str, answer: str) -> float:  # 0 or 1
     "Whether the last calculation comes to the answer if a calculator works out all of them."
-    there = results(text)
-    return float(bool(there) and bool(numeric_equal(there[-1][0], final_answer(answer), CENT)))
+    computed = results(text)
+    return float(
+        bool(computed) and bool(numeric_equal(computed[-1][0], final_answer(answer), CENT))
+    )

@@ -72,9 +72,9 @@ async def measure(run: rln.Run, out: Path) -> None:
     shown_rows = rln.load_rows(
         HERE / "sample.jsonl", max_rows=SHOWN, system_prompt=cfg.system_prompt
     )
-    there = set(pd.read_json(out, lines=True)["step"]) if out.exists() else set()
+    measured_steps = set(pd.read_json(out, lines=True)["step"]) if out.exists() else set()
     async with await rln.open_backend(cfg, print) as backend:
-        for step in sorted({0, result.step} - there):
+        for step in sorted({0, result.step} - measured_steps):
             if step:
                 await backend.policy.load_state(result.state, optimizer=False)
                 await rln.sync_weights(backend, f"step-{step}")

@@ -29,11 +29,11 @@ SETTINGS = {
 
 def messages(row: dict[str, str]) -> dict[str, Any]:
     "A question as a conversation that the policy is to continue with."
-    asked = [
+    conversation = [
         {"role": "system", "content": "Answer after ####."},
         {"role": "user", "content": row["question"]},
     ]
-    return {"messages": asked, "answer": row["answer"]}
+    return {"messages": conversation, "answer": row["answer"]}
 
 
 def learnable(group: rln.PromptGroup) -> bool:

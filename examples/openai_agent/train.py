@@ -58,8 +58,8 @@ def calls_in(text: str) -> tuple[str | None, list[dict[str, Any]]]:
 def with_tools(template: str) -> str:
     "The small model's chat template with one more role: it knows no tools, so a user says what the calculator says."
     role = "('user' if message['role'] == 'tool' else message['role'])"
-    known = template.replace("'assistant'] -%}", "'assistant', 'tool'] -%}", 1)
-    return "{#- tools -#}" + known.replace("'<|' + message['role']", f"'<|' + {role}", 1)
+    with_tool_role = template.replace("'assistant'] -%}", "'assistant', 'tool'] -%}", 1)
+    return "{#- tools -#}" + with_tool_role.replace("'<|' + message['role']", f"'<|' + {role}", 1)
 
 
 async def run(

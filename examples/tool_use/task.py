@@ -21,10 +21,10 @@ def tool_rows(n: int, system: str = "", seed: int = 0) -> list[dict[str, Any]]:
         digits = rng.integers(1, 10, size=4).tolist()
         signs = [*rng.choice(list("+-*"), size=3), ""]
         expression = "".join(f"{digit}{sign}" for digit, sign in zip(digits, signs, strict=True))
-        asked = [{"role": "system", "content": system}] if system else []
-        asked.append({"role": "user", "content": f"What is {expression}?"})
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": f"What is {expression}?"})
         rows[expression] = {
-            "messages": asked,
+            "messages": messages,
             "expression": expression,
             "answer": str(calculate(expression)),
         }

@@ -39,14 +39,16 @@ WARM_STEPS = 250  # for the small model, which has never seen a call; others rea
 
 def curve(say: Callable[[str], Any], every: int = 10) -> Callable[[rln.StepRecord], None]:
     "A line for n steps: means over what was sampled for training."
-    seen: list[dict[str, float]] = []
+    history: list[dict[str, float]] = []
 
     def on_record(record: rln.StepRecord) -> None:
-        seen.append(shares([s for g in record.groups for s in g.samples]))
-        if len(seen) % every == 0:
+        history.append(shares([s for g in record.groups for s in g.samples]))
+        if len(history) % every == 0:
             means = {
-                name: float(np.mean([metrics_of_step[name] for metrics_of_step in seen[-every:]]))
-                for name in seen[0]
+                name: float(
+                    np.mean([metrics_of_step[name] for metrics_of_step in history[-every:]])
+                )
+                for name in history[0]
             }
             say(line(f"  steps to {record.step}", means))
 

@@ -199,13 +199,13 @@ class Lab:
             kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
             cell = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
             cells = [{**cell, "id": f"cell-{i}", "source": text} for i, text in enumerate(source)]
-            made = {
+            content = {
                 "cells": cells,
                 "metadata": {"kernelspec": kernel},
                 "nbformat": 4,
                 "nbformat_minor": 5,
             }
-            (self.root / name).write_text(json.dumps(made), encoding="utf-8")
+            (self.root / name).write_text(json.dumps(content), encoding="utf-8")
         # A session made beforehand: else Lab now and then asks which kernel to take.
         body = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "python3"}}
         self.request("POST", "api/sessions", body)

@@ -75,8 +75,8 @@ def test_the_landing_page_shows_the_dashboard(read: Callable[..., Page]):
 def test_a_search_finds_a_name_and_a_word(read: Callable[..., Page]):
     page = read("index")
     first = page.locator("#search-results li a").first
-    for asked, page_path in SEARCHES.items():
-        page.locator(".sidebar-search").fill(asked)
+    for query, page_path in SEARCHES.items():
+        page.locator(".sidebar-search").fill(query)
         page.keyboard.press("Enter")
         expect(first).to_have_attribute(
             "href", re.compile(rf"^{re.escape(page_path)}(\?.*)?(#.*)?$")

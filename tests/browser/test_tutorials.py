@@ -44,9 +44,14 @@ def notebook(
 ) -> Iterator[Notebook]:
     "One notebook with what all tutorials have stored; JupyterLab sees it for the first time."
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    made = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    content = {
+        "cells": cells,
+        "metadata": {"kernelspec": kernel},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
     path = tmp_path_factory.mktemp("stored") / "stored.ipynb"
-    path.write_text(json.dumps(made), encoding="utf-8")
+    path.write_text(json.dumps(content), encoding="utf-8")
     notebook = lab.open(path)
     yield notebook
     notebook.close()

@@ -135,14 +135,14 @@ def test_strip_and_chart_point_at_the_same_token(inspector: Locator):
     chart = inspector.locator(".rlt-chart")
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
-    seen = set()
+    tokens_shown = set()
     for share in (0.15, 0.5, 0.97):
         chart.hover(position={"x": box["width"] * share, "y": box["height"] / 2})
         target = int(inspector.locator(".rlt-strip .rlt-hover").get_attribute("data-target"))
         agree(inspector, index, target)
-        seen.add(target)
-    assert len(seen) == 3
-    assert max(seen) == len(RECORD.datums[index].weights) - 1
+        tokens_shown.add(target)
+    assert len(tokens_shown) == 3
+    assert max(tokens_shown) == len(RECORD.datums[index].weights) - 1
 
 
 # where a point of a chart is on the page
