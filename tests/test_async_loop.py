@@ -557,7 +557,7 @@ def test_a_branch_waits_until_nothing_is_under_way():
         await loop.pause(drain=True)
         branch = await loop.branch(learning_rate=1e-4)
         loop.resume()
-        await up_to(loop, "prompts", "sample", *SECOND_HALF[:-1])  # the sync has opened the gate
+        await up_to(loop, "prompts", "sample", *SECOND_HALF)  # the sync has opened the gate
         with pytest.raises(PhaseError, match=r"another loop's turn: got \d+ rows? in flight"):
             await branch.step()
         await loop.close()

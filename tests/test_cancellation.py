@@ -185,7 +185,7 @@ class Baseline:
         assert loop.state.number == steps + 1, loop.place
         assert [r.step for r in loop.records] == [*range(1, steps + 1)]
         assert loop.policy_version == self.backend.sampler.policy_version  # type: ignore[attr-defined]
-        assert loop.weights.sampler.name == "CURRENT"
+        assert loop.weights.sampler.is_current
 
     async def strike(self, work: Coroutine[Any, Any, Any], at: int, late: bool) -> None:
         "Cancel a call at its k-th suspension, if it has k."

@@ -90,7 +90,7 @@ class Walk:
                 await self.phases(rng.integers(1, 8))
             case "undo":
                 await self.phases(rng.integers(9))
-                if loop.weights.undoable:
+                if loop.weights.snapshots.undoable:
                     await loop.undo(to=str(rng.choice(UNDO_TO)))
             case "fail":
                 self.fails = 1

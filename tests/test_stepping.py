@@ -137,7 +137,7 @@ def test_two_loops_over_one_backend_that_are_stepped_at_once_train_one_after_the
     run(main())
 
 
-def test_a_loop_that_comes_between_backward_and_update_of_another_drops_its_gradient_and_the_other_raises():
+def test_a_loop_that_comes_between_backward_and_update_of_another_drops_its_gradient():
     async def main():
         one, other = two_over_one()
         await one.step()
@@ -146,11 +146,6 @@ def test_a_loop_that_comes_between_backward_and_update_of_another_drops_its_grad
         one_alone, other_alone = two_over_one()
         await one_alone.step()
         assert (await other_alone.step()).metrics["grad_norm"] == alone
-        with pytest.raises(
-            PhaseError,
-            match=r"'main'.*no scores and no gradient: another loop .* 'other' \(step 1, next",
-        ):
-            await one.optimize()
         with pytest.raises(PhaseError, match="no update to take back"):
             await one.undo()  # it would take the other's along
         with pytest.raises(

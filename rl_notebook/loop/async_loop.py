@@ -144,7 +144,7 @@ class AsyncGRPOLoop(GRPOLoop):
     @run_exclusively
     async def sync(self) -> PhaseMetrics:
         "Hand the new weights to the sampler where it is due, and open the gate for another batch."
-        return await self.weights.complete(self._sync_and_publish())
+        return await self.weights.shared.complete(self._sync_and_publish())
 
     async def _sync_and_publish(self) -> PhaseMetrics:
         "A sync that the gate knows of."
@@ -329,7 +329,8 @@ class AsyncGRPOLoop(GRPOLoop):
             raise PhaseError(what, got=f"{count} rows in flight", expected="none", fix=fix)
 
     def check_can_leave(self) -> None:
-        "Raise PhaseError while completions are sampled from this loop's weights."
+        "Raise PhaseError within an update, and while completions are sampled from this loop's weights."
+        super().check_can_leave()
         self.check_nothing_in_flight("another loop's turn")
 
     def reclaim(self, before: StepState) -> None:

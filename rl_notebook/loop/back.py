@@ -37,7 +37,6 @@ from ..runs.run import Checkpoint, Run, RunFolder, spans
 from .step import LossFactory, LossReport, loss_factory, merge_outputs, scale_output
 from .step import step_denominator
 from ..task.models import model_source
-from .weights import SamplerWeights
 from .state import LOOK_ONLY, PHASES, Loop, StepState
 from .change import score_at
 from .phases import bonus_after
@@ -70,7 +69,7 @@ def check_undo(loop: Loop, to: str) -> None:
     if to not in UNDO_TO:
         raise PhaseError("undo", got=f"to={to!r}", expected=", ".join(UNDO_TO))
     check_snapshots(loop.backend, "undo")
-    undoable = loop.weights.undoable
+    undoable = loop.weights.snapshots.undoable
     if not undoable and not undoable.maxlen:
         fix = "Open the loop with keep_undo=N to take back the last N steps."
         raise PhaseError("undo", got="keep_undo=0", fix=fix)
@@ -103,7 +102,7 @@ def branch_place(loop: Loop, at: str | None) -> str:
             expected="a step before its update",
             fix=fix,
         )
-    if loop.weights.sampler is not SamplerWeights.CURRENT:
+    if not loop.weights.sampler.is_current:
         expected = f"a sync first (weight_sync_interval={loop.cfg.weight_sync_interval})"
         raise PhaseError(
             "branch", where=where, got="weights that the sampler has not got yet", expected=expected
@@ -137,7 +136,7 @@ async def save_checkpoint(
         saving = run.save_checkpoint(
             step, save, cursor.state(), policy_version=version, extra=extra
         )
-        await loop.weights.complete(saving)
+        await loop.weights.shared.complete(saving)
     return step
 
 # %% ../../nbs/loop/10_back.ipynb #d2637499
@@ -157,7 +156,7 @@ async def restore_checkpoint(
             await loop.weights.sync()
 
     async with loop.weights.lease():
-        await loop.weights.complete(load())
+        await loop.weights.shared.complete(load())
     return last
 
 # %% ../../nbs/loop/10_back.ipynb #dc5e3195
@@ -323,7 +322,9 @@ def plan_replay(loop: Loop, step: int, run: Run) -> ReplayPlan:
     if step != begun:
         run.record(step)  # says which there are
     checkpoint = run.latest_checkpoint(at_most=step)
-    beginning = loop.weights.beginning.state if loop.weights.beginning else loop.state
+    beginning = (
+        loop.weights.snapshots.beginning.state if loop.weights.snapshots.beginning else loop.state
+    )
     if checkpoint is None and (beginning.updated or beginning.number != begun + 1):
         expected = (
             f"a checkpoint at or before step {step}, or a loop that has not left step {begun + 1}"
@@ -356,12 +357,12 @@ def names_code(name: str, value: Any) -> bool:
 
 async def rebuild(loop: Loop, plan: ReplayPlan, run: Run) -> float:  # gap of the logprobs, nats
     "Follow a plan: weights, optimizer, cursor and sampler as they were at its end; cancelled, the loop is in between."
-    await loop.weights.complete(restore_base(loop, plan))
+    await loop.weights.shared.complete(restore_base(loop, plan))
     gaps = []
     for record in plan.records:
         settings = recorded_settings(run, record)
         score_at(loop, settings.temperature)
-        gaps.append(await loop.weights.complete(repeat_step(loop, record, settings.adam())))
+        gaps.append(await loop.weights.shared.complete(repeat_step(loop, record, settings.adam())))
     score_at(loop, loop.settings.temperature)
     return max(gaps, default=0.0)
 
@@ -372,15 +373,15 @@ async def restore_base(loop: Loop, plan: ReplayPlan) -> None:
     await weights.discard()
     if plan.checkpoint is not None:
         await restore_checkpoint(loop, plan.checkpoint)
-    elif weights.beginning is None:
+    elif weights.snapshots.beginning is None:
         loop.state = reopened(loop.state, "prompts")
         await weights.mark_beginning()
     else:
-        await weights.restore(weights.beginning, f"beginning-{weights.loop_id}")
-        loop.state = replace(weights.beginning.state)
+        await weights.restore(weights.snapshots.beginning, f"beginning-{weights.loop_id}")
+        loop.state = replace(weights.snapshots.beginning.state)
     if plan.checkpoint is None:
         loop.set_position(plan.base, loop.state.cursor, {"pending": loop.state.pending})
-    weights.forget_undo()
+    weights.snapshots.undoable.clear()
     loop.eval_metrics, before = {}, [r for r in loop.records if r.step <= plan.base]
     loop.records.clear()
     loop.records.extend(before)

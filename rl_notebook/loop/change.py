@@ -102,7 +102,7 @@ def score_at(loop: Loop, temperature: float) -> None:
 # %% ../../nbs/loop/06_change.ipynb #94ac8ffe
 def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions: Any) -> Changed:
     "Change settings of the next step: a whole config, or values by dotted name; `functions`: reward, make_loss."
-    loop.weights.check_not_leased("change of settings", "Pause it first.")
+    loop.weights.shared.check_idle(loop.weights, "change of settings", "Pause it first.")
     old = loop.next_settings
     state = loop.state
     cfg = changes if isinstance(changes, Config) else Config.from_dict(old.to_dict(), changes)

@@ -113,7 +113,7 @@ from rl_notebook.loop.step import (
     list_rollouts,
     score_group,
 )
-from .weights import SamplerWeights, Snapshot, join_lease
+from .weights import Snapshot, join_lease
 from ..runs.records import StepRecord
 from ..runs.run import Run, spans
 from ..task.data import Cursor, Prompt, Rollouts, Row
@@ -150,7 +150,7 @@ def requires_idle(
     @functools.wraps(method)
     def check_and_run(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
         fix = "Pause the dashboard, or wait until the other cell is done."
-        loop.weights.check_not_leased(method.__name__, fix)
+        loop.weights.shared.check_idle(loop.weights, method.__name__, fix)
         return method(loop, *args, **kwargs)
 
     return check_and_run
@@ -362,7 +362,7 @@ class GRPOLoop(Loop):
         enter(state, "optimize")
         if nothing := skip(state, "optimize"):
             with self.now_running("optimize"):
-                await self.weights.complete(self._keep_without_update())
+                await self.weights.shared.complete(self._keep_without_update())
             return nothing
         with self.timed("optimize"):
             await self._update_all()
@@ -379,7 +379,7 @@ class GRPOLoop(Loop):
         if when := sync_postponed(self.cfg, self.state.number, self.weights.in_window):
             headline = f"weights stay where they are: synced {when}"
             return self.state.put("sync", PhaseMetrics(headline, {}))
-        return await self.weights.complete(self._sync_now())
+        return await self.weights.shared.complete(self._sync_now())
 
     @requires_idle
     def finish(self) -> StepRecord:
@@ -457,10 +457,10 @@ class GRPOLoop(Loop):
         "The updates of a step that have not been made: of the gradient that is there, then of each further minibatch."
         state = self.state
         if not state.made:
-            await self.weights.complete(self._update(state.values["backward"]))
+            await self.weights.shared.complete(self._update(state.values["backward"]))
         if state.updates:
             for part in minibatches(state.values["reference"], self.cfg)[len(state.made) :]:
-                await self.weights.complete(self._update(await self._replace_gradient(part)))
+                await self.weights.shared.complete(self._update(await self._replace_gradient(part)))
 
     async def _update(self, report: LossReport) -> None:
         "One optimizer step with the gradient of a pass, noted in the step; before its first, a snapshot for `undo`."
@@ -482,7 +482,7 @@ class GRPOLoop(Loop):
 
     async def _keep_without_update(self) -> None:
         "A step that changes no weights can be taken back, too."
-        self.weights.keep(await self.weights.remember())
+        self.weights.snapshots.add(await self.weights.remember())
 
     def _schedule_metrics(self) -> dict[str, float]:
         "What the learning rate of the current step is multiplied by."
@@ -492,7 +492,7 @@ class GRPOLoop(Loop):
         "A sync, noted in the step."
         with self.timed("sync"):
             version = await self.weights.sync()
-        report = self.state.synced = self.weights.audit.report
+        report = self.state.synced = self.weights.sampler.audit.report
         headline = report.sentence if report else "sampler has the new weights"
         metrics = {"policy_version": version, **(report.metrics if report else {})}
         return self.state.put("sync", PhaseMetrics(headline, metrics))
@@ -900,8 +900,8 @@ class GRPOLoop(Loop):
     async def _sync_window(self) -> None:
         "The sync at the end of a window; warns where the weights did not arrive, which no record of it can say."
         with self.now_running("sync"):
-            await self.weights.complete(self.weights.sync())
-        report = self.state.synced = self.weights.audit.report
+            await self.weights.shared.complete(self.weights.sync())
+        report = self.state.synced = self.weights.sampler.audit.report
         if report and report.ok is False:
             warnings.warn(report.sentence, stacklevel=3)
 
@@ -934,9 +934,9 @@ class GRPOLoop(Loop):
                 break
             done.append(record)
             await self.reach_boundary()
-        behind = self.weights.sampler is not SamplerWeights.CURRENT
+        behind = not self.weights.sampler.is_current
         if self.cfg.weight_sync_interval and behind:
-            await self.weights.complete(self.weights.sync())
+            await self.weights.shared.complete(self.weights.sync())
         return done
 
     def use_answers(self, rows: Sequence[Row]) -> PhaseResult[Datum]:
@@ -970,7 +970,7 @@ class GRPOLoop(Loop):
         The prompts of a step that was sampled ahead in a window cannot be taken again, so instead of from `prompts` it
         continues from `advantages`, with the groups that it had. Raises `PhaseError` where there is no update to take back."""
         check_undo(self, to)
-        await self.weights.complete(self._take_back(to))
+        await self.weights.shared.complete(self._take_back(to))
 
     async def _take_back(self, to: str) -> None:
         "Put back what was before the last update: weights, step and record."
@@ -1002,7 +1002,7 @@ class GRPOLoop(Loop):
         outputs: Sequence[Callable[[StepRecord], Any]] = (),  # of the branch alone
         **changes: Any,  # fields of Config
     ) -> Self:
-        """A loop at the same place with other settings, on the same backend; both can continue, in turn or at the same time.
+        """A loop at the same place with other settings, on the same backend; both can continue, a whole step at a time.
 
         Raises `PhaseError` in a window, after the update of a step and before a sync that is due."""
         check_snapshots(self.backend, "branch")

@@ -330,7 +330,7 @@ class Loop:
     @property
     def policy_version(self) -> int:
         "Weight syncs so far, of what the sampler serves."
-        return self.weights.version
+        return self.weights.sampler.version
 
     @property
     def place(self) -> str:
@@ -345,18 +345,28 @@ class Loop:
         if not self.state.made:
             self.state.values.pop("backward", None)
 
-    def forget_scores(self) -> bool:
-        "The weights are trained by another loop; whether the step loses scores or a gradient by that."
+    def reopen(self) -> None:
+        "Continue this step from `reference`: another loop trains the weights that it was scored with."
         self.state.cache.clear()
-        gone = () if self.state.updated else ("reference", "loss", "backward")
-        return bool([phase for phase in gone if self.state.values.pop(phase, None) is not None])
+        for phase in () if self.state.updated else ("reference", "loss", "backward"):
+            self.state.values.pop(phase, None)
 
     def regraded(self, groups: Sequence[PromptGroup]) -> Sequence[PromptGroup]:
         "Groups that a phase has graded, as the step keeps them."
         return groups
 
     def check_can_leave(self) -> None:
-        "Raise PhaseError where another loop must not have the backend now."
+        "Raise PhaseError where another loop must not have the backend: between the gradient of a step and its end."
+        state = self.state
+        if state.updated or "backward" in state.values:
+            drop = "await loop.undo()" if state.updated else "loop.datums()"
+            raise PhaseError(
+                f"{self.name!r} cannot leave the backend",
+                where=self.place,
+                got="a step between its gradient and its end",
+                expected="a finished step, or one without a gradient",
+                fix=f"Finish the step of {self.name!r} with await loop.step(), or go back in it with {drop}.",
+            )
 
     async def close(self) -> None:
         "Cancel what is in flight."

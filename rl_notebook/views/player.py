@@ -11,7 +11,7 @@ import signal
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 # %% auto #0
@@ -71,7 +71,7 @@ ACTIONS = {  # icon and sentence of their buttons
 # %% ../../nbs/views/00_player.ipynb #b837edfc
 def nothing_to_undo(loop: Loop) -> str:
     "Why no update can be taken back, and the setting that decides how many can."
-    kept = loop.weights.undoable.maxlen
+    kept = loop.weights.snapshots.undoable.maxlen
     updates = (
         "no update" if not kept else "the last update" if kept == 1 else f"the last {kept} updates"
     )
@@ -101,7 +101,7 @@ def refusal(player: Player, action: str) -> str:  # a sentence; empty when the a
     if action == "change":
         return ""
     if action == "undo":
-        return "" if loop.weights.undoable else nothing_to_undo(loop)
+        return "" if loop.weights.snapshots.undoable else nothing_to_undo(loop)
     if action == "phase" and by_windows(loop):
         return "Single phases are not available with windows: the prompts of several steps are drawn together."
     return "All steps are done." if loop.done and player.window is None else ""
@@ -284,6 +284,16 @@ async def release(player: Player) -> None:
         await window.aclose()
 
 # %% ../../nbs/views/00_player.ipynb #abc895ea
+async def one_step(player: Player, over: Callable[[], bool]) -> bool:  # whether a step was finished
+    "Phases to the end of a step, or until it is over; other loops on the backend wait for that. A window has its own lease."
+    loop = player.loop
+    async with nullcontext() if by_windows(loop) or player.window else loop.weights.lease():
+        record = None
+        while not over() and (record := await advance(player)) is None:
+            await rest(player)
+    return record is not None
+
+
 async def work(player: Player, action: str) -> None:
     "What an action does: phases until paused, stopped or done, an undo, or the wait for the rows in flight."
     loop = player.loop
@@ -294,13 +304,12 @@ async def work(player: Player, action: str) -> None:
     match action:
         case "play":
             while player.left > 0 and not over():
-                player.left -= await advance(player) is not None
+                player.left -= await one_step(player, over)
                 await rest(player)
             if loop.stop_requested or not player.pausing:
                 player.left = math.inf
         case "step":
-            while not over() and await advance(player) is None:
-                await rest(player)
+            await one_step(player, over)
         case "phase":
             await advance(player)
         case "undo":

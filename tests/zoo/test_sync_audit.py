@@ -70,7 +70,7 @@ def test_a_part_that_stays_behind_is_seen(part: str) -> None:
         for step in (1, 2, 3):
             record = await loop.step()
             report = SyncReport.from_metrics(record.metrics)
-            assert report == loop.weights.audit.report
+            assert report == loop.weights.sampler.audit.report
             assert f"sync {step} did not bring these weights" in verdict_line(loop.records, record)
 
     asyncio.run(run())
@@ -115,7 +115,7 @@ def test_servers_of_other_makers(name: str) -> None:
             machines.backend, **settings | {"learning_rate": 5e-4 if world.lora_rank else 5e-5}
         )
         record = await loop.step()
-        report = loop.weights.audit.report
+        report = loop.weights.sampler.audit.report
         assert (report.sentence if report else "").find(words) >= 0
         assert (report.ok if report else None) is ok
         assert check_version(record).ok is (ok if report else True)
@@ -133,8 +133,8 @@ def test_small_updates_are_seen() -> None:
             del backend.sync.served["lm_head.weight"]
         loop = loop_on(backend, learning_rate=1e-6)
         await loop.step()
-        assert loop.weights.audit.report is not None
-        return loop.weights.audit.report.ok
+        assert loop.weights.sampler.audit.report is not None
+        return loop.weights.sampler.audit.report.ok
 
     assert [asyncio.run(step(fault)) for fault in (False, True)] == [True, False]
 
@@ -159,8 +159,11 @@ def test_a_window_is_judged_by_the_record_after_it() -> None:
         await loop.run(4, progress=False)
         reports = [SyncReport.from_metrics(r.metrics) for r in loop.records]
         assert [report.version if report else None for report in reports] == [None, None, 1, None]
-        assert loop.weights.audit.report is not None
-        assert (loop.weights.audit.report.version, loop.weights.audit.report.ok) == (2, True)
+        assert loop.weights.sampler.audit.report is not None
+        assert (
+            loop.weights.sampler.audit.report.version,
+            loop.weights.sampler.audit.report.ok,
+        ) == (2, True)
 
     asyncio.run(run())
 
@@ -170,10 +173,10 @@ def test_a_step_that_is_undone_is_checked_again() -> None:
         loop = loop_on(local())
         await loop.step()
         await loop.undo()
-        assert loop.weights.audit.probe is None
+        assert loop.weights.sampler.audit.probe is None
         await loop.step()
-        assert loop.weights.audit.report is not None
-        assert loop.weights.audit.report.ok
+        assert loop.weights.sampler.audit.report is not None
+        assert loop.weights.sampler.audit.report.ok
 
     asyncio.run(run())
 
@@ -209,7 +212,7 @@ def test_no_reply_of_a_sampler_loses_an_update_or_a_sync(well: int) -> None:
         loop.backend.sampler.logprobs = first_only
         for step in (1, 2, 3):
             record = await loop.step()
-            assert (record.policy_version, loop.weights.audit.report) == (step, None)
+            assert (record.policy_version, loop.weights.sampler.audit.report) == (step, None)
         assert len(asked) == 1 + 2 * well
 
     asyncio.run(run())
@@ -233,8 +236,8 @@ def test_no_number_is_no_evidence(value: float, well: int) -> None:
 
         loop.backend.sampler.logprobs = spoilt
         await loop.step()
-        assert (loop.policy_version, loop.weights.audit.report) == (1, None)
-        assert loop.weights.audit.floor < 1e-4 or not well
+        assert (loop.policy_version, loop.weights.sampler.audit.report) == (1, None)
+        assert loop.weights.sampler.audit.floor < 1e-4 or not well
 
     asyncio.run(run())
 
@@ -245,7 +248,7 @@ def test_a_sampler_without_such_a_method() -> None:
         backend.sampler = SimpleNamespace(sample=backend.sampler.sample, policy_version=0)
         loop = loop_on(backend)
         await loop.step()
-        assert (loop.policy_version, loop.weights.audit.report) == (1, None)
+        assert (loop.policy_version, loop.weights.sampler.audit.report) == (1, None)
 
     asyncio.run(run())
 
@@ -266,8 +269,8 @@ def test_a_server_that_is_one_sync_late() -> None:
         lines = []
         for _ in range(3):
             await loop.step()
-            assert loop.weights.audit.report is not None
-            lines.append(loop.weights.audit.report.sentence)
+            assert loop.weights.sampler.audit.report is not None
+            lines.append(loop.weights.sampler.audit.report.sentence)
         assert "changed nothing" in lines[0]
         assert "is late" in lines[1]
         assert "is late" in lines[2]
