@@ -430,10 +430,10 @@ async def first_completions(
     backend: Backend, rows: Any, reward: Any, cfg: Config, prompts: int, samples: int, spent: Spent
 ) -> tuple[list[Prompt], list[PromptGroup], list[Finding]]:
     "The first prompts of a run, their graded completions, what earns for nothing, and what a stop string cuts off."
-    task = as_task(reward, cfg, rollout_setup(backend, cfg))
+    task = as_task(reward, cfg.signal, rollout_setup(backend, cfg))
     room = {"max_seq_len": cfg.max_seq_len, "max_completion_tokens": cfg.max_completion_tokens}
-    first = first_cursor(as_rows(rows), cfg).peek(max(prompts, AUDITED_ROWS))
-    asked = encode_for(first[:prompts], backend, cfg, **room)
+    first = first_cursor(as_rows(rows), cfg.task).peek(max(prompts, AUDITED_ROWS))
+    asked = encode_for(first[:prompts], backend, cfg.task, **room)
     params = cfg.sample_params(n=samples, seed=cfg.seed)
     sampler = bounded(backend.sampler, completions_at_once(cfg))
     with spent.timed("sample"):

@@ -189,7 +189,9 @@ def encode_again(loop: Loop, record: StepRecord) -> tuple[list[Prompt], dict[int
             encoded = [
                 p
                 for row in loop.intake.row(g.number)
-                for p in encode_prompts([row], loop.backend, loop.cfg, g.number)
+                for p in encode_prompts(
+                    [row], loop.backend, loop.cfg.task, loop.cfg.sampling, g.number
+                )
             ]
             prompts += [replace(p, index=g.index) for p in encoded]
         except DataError as error:
@@ -403,7 +405,7 @@ async def replay_sample(
     "Sample a step again."
     if reason := blocked or find_sampling_obstacle(loop, record, prompts):
         return [], PhaseComparison("sample", None, note=reason)
-    rollouts = await gather_groups(prompts, loop.sample_prompt, loop.cfg)
+    rollouts = await gather_groups(prompts, loop.sample_prompt, loop.cfg.sampling)
     return rollouts, compare("sample", sample_pieces(rollouts, record.groups))
 
 # %% ../../nbs/experiments/02_replay.ipynb #906be119
@@ -495,7 +497,7 @@ async def replay_backward(loop: Loop, record: StepRecord, blocked: str) -> Phase
     loop.state.normalization = record.divided_by
     loop.state.passes = record.passes
     loop.state.updates = record.updates
-    config = step_options(loop.cfg, loop.state)
+    config = step_options(loop.cfg.loss, loop.state)
     other = [
         f"{k}={v!r}, config {config[k]!r}"
         for k, v in record.options.items()

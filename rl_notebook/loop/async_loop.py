@@ -97,7 +97,9 @@ class AsyncGRPOLoop(GRPOLoop):
         with self.timed("prompts"):
             p.fill()
             numbers = sorted({*p.in_flight, *(row.number for row in p.ready)})
-            prompts = encode_numbers(numbers, self.intake, self.backend, self.cfg)
+            prompts = encode_numbers(
+                numbers, self.intake, self.backend, self.cfg.task, self.cfg.sampling
+            )
         is_stuck = not (numbers or p.rejected or p.held or p.error)
         if is_stuck and self.weights.shared.loaded is self.weights:
             got = f"all {self.cursor.consumed} prompts done"

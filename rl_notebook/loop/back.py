@@ -292,7 +292,10 @@ async def repeat_step(
         cursor.index(g.number): known
         for g, known in zip(record.groups, record.visits, strict=False)
     }
-    extra = {"pending": record.pending, "bonus": bonus_after(loop.cfg, record, loop.state.bonus)}
+    extra = {
+        "pending": record.pending,
+        "bonus": bonus_after(loop.cfg.loss, record, loop.state.bonus),
+    }
     loop.set_position(record.step, replace(cursor, seen={**cursor.seen, **seen}), extra)
     loop.records.append(record)
     return gap

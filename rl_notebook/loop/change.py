@@ -116,7 +116,7 @@ def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions
     check_not_opened(rows, loop.place)
     for name, *_ in rows:
         check_not_ahead(loop, name)
-    check_loss(cfg, functions.get("make_loss", loop.make_loss))
+    check_loss(cfg.loss, functions.get("make_loss", loop.make_loss))
     if functions and state.updated:
         fix = "Run await loop.step() to finish it first."
         raise PhaseError(
@@ -160,7 +160,7 @@ def what_follows(
     check_changeable(loop, cfg)
     arguments = arguments_for(loop, cfg, functions)
     setup = rollout_setup(loop.backend, cfg, arguments["extras"], loop.sampler)
-    task = as_task(arguments["reward"], cfg, setup)
+    task = as_task(arguments["reward"], cfg.signal, setup)
     return arguments, task, load_advantage_fn(arguments["advantage_fn"] or cfg.advantage_fn)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 __all__ = []
 
 # %% ../../nbs/loop/09_evaluation.ipynb #0dec33e8
-from ..config.config import Config
+from ..config.settings import TaskSettings
 from ..core.metrics import pass_metrics
 from ..core.retries import together
 from ..core.types import ConfigError, PhaseError, PromptGroup, RewardError
@@ -55,13 +55,15 @@ async def held_out_groups(loop: Loop, rows: Sequence[Row]) -> list[PromptGroup]:
             fix="Leave it out, or ask in the rollout function whether it is an `evaluation`.",
         )
     params = loop.cfg.eval_params()
-    prompts = encode_prompts(rows, loop.backend, loop.cfg, HELD_OUT, params.max_tokens)
+    prompts = encode_prompts(
+        rows, loop.backend, loop.cfg.task, loop.cfg.sampling, HELD_OUT, params.max_tokens
+    )
     groups = await together([held_out_group(loop, prompt, params) for prompt in prompts])
     require_some(groups)
     return groups
 
 
-def evaluation_metrics(groups: Sequence[PromptGroup], cfg: Config) -> dict[str, float]:
+def evaluation_metrics(groups: Sequence[PromptGroup], task: TaskSettings) -> dict[str, float]:
     "Mean reward and length of held-out groups, and pass@k where there are several samples of each."
     samples = [s for g in groups for s in g.samples]
     metrics = {
@@ -70,8 +72,8 @@ def evaluation_metrics(groups: Sequence[PromptGroup], cfg: Config) -> dict[str, 
         "eval/clipped_ratio": float(np.mean([s.truncated for s in samples])),
         "eval/num_samples": float(len(samples)),
     }
-    if cfg.eval_params().n > 1:
-        metrics |= pass_metrics(groups, cfg.eval_params().n, cfg.eval_pass_reward)
+    if task.eval_samples > 1:
+        metrics |= pass_metrics(groups, task.eval_samples, task.eval_pass_reward)
     return metrics
 
 # %% ../../nbs/loop/09_evaluation.ipynb #c6998b4f
@@ -91,7 +93,9 @@ def evaluation_rollouts(loop: Loop) -> RolloutFn:
         sample_prompt: Mapping[str, Any], **context: Any
     ) -> RolloutSample | RolloutRun | None:
         rows = load_rows([sample_prompt])
-        [prompt] = encode_prompts(rows, loop.backend, loop.cfg, next(places))
+        [prompt] = encode_prompts(
+            rows, loop.backend, loop.cfg.task, loop.cfg.sampling, next(places)
+        )
         params = replace(loop.cfg.eval_params(), n=1)
         samples = (await held_out_group(loop, prompt, params, **context)).samples
         if len(samples) > 1:

@@ -250,7 +250,9 @@ class GRPOLoop(Loop):
         enter(self.state, "prompts")
         numbers = next_numbers(self.state, self.cfg.prompt_groups_per_step)
         with self.timed("prompts"):
-            prompts = encode_numbers(numbers, self.intake, self.backend, self.cfg)
+            prompts = encode_numbers(
+                numbers, self.intake, self.backend, self.cfg.task, self.cfg.sampling
+            )
         self.rewind_data(numbers)
         return self.state.put("prompts", list_prompts(prompts, self.backend.tokenizer))
 
@@ -259,7 +261,7 @@ class GRPOLoop(Loop):
         "Sample all completions of the step."
         prompts = enter(self.state, "sample")
         with self.timed("sample"):
-            rollouts = await gather_groups(prompts, self.sample_prompt, self.cfg)
+            rollouts = await gather_groups(prompts, self.sample_prompt, self.cfg.sampling)
         self.state.policy_version = self.policy_version
         return self.state.put("sample", list_rollouts(rollouts, self.backend.tokenizer))
 
@@ -275,7 +277,7 @@ class GRPOLoop(Loop):
         fns = self.task.reward_fns
         if reward_fns is not None:
             fns = as_reward_fns(reward_fns, self.cfg.reward_weights)
-        if must_wait(fns, self.cfg) if wait is None else wait:
+        if must_wait(fns, self.cfg.signal) if wait is None else wait:
             self.state.awaited = (*AWAITED, "score")
             return not_scored_yet(partial(self._score_and_wait, fns))
         try:
@@ -310,7 +312,12 @@ class GRPOLoop(Loop):
             return nothing
         with self.timed("reference"):
             datums, scored = await attach_logprobs(
-                datums, self.backend, self.cfg, self.state.cache, policy
+                datums,
+                self.backend,
+                self.cfg.loss,
+                self.cfg.ppo_n_minibatches,
+                self.state.cache,
+                policy,
             )
         return self.state.put("reference", list_datums(datums, self.backend.tokenizer, scored))
 
@@ -336,7 +343,7 @@ class GRPOLoop(Loop):
             changes["policy_loss"] = named
         changes = changes or dict(self.state.changes)
         with self.timed("loss"):
-            make_loss = chosen_loss(self.make_loss, self.cfg, self.state, changes)
+            make_loss = chosen_loss(self.make_loss, self.cfg.loss, self.state, changes)
             output = evaluate_loss(datums, scored, make_loss)
         self.state.changes = changes  # only what could be computed is kept
         return self.state.put("loss", LossReport(output, tuple(datums), self.backend.tokenizer))
@@ -347,10 +354,10 @@ class GRPOLoop(Loop):
         datums = enter(self.state, "backward")
         if nothing := skip(self.state, "backward"):
             return nothing
-        parts = minibatches(datums, self.cfg)
+        parts = minibatches(datums, self.cfg.ppo_n_minibatches)
         with self.timed("backward"):
             report = await self._replace_gradient(parts[0])
-        note_passes(self.state, parts, self.cfg)
+        note_passes(self.state, parts, self.cfg.loss, self.cfg.max_samples_per_fwd_bwd)
         return self.state.put("backward", report)
 
     @run_exclusively
@@ -376,7 +383,9 @@ class GRPOLoop(Loop):
         enter(self.state, "sync")
         if nothing := skip(self.state, "sync"):
             return nothing
-        if when := sync_postponed(self.cfg, self.state.number, self.weights.in_window):
+        if when := sync_postponed(
+            self.cfg.weight_sync_interval, self.state.number, self.weights.in_window
+        ):
             headline = f"weights stay where they are: synced {when}"
             return self.state.put("sync", PhaseMetrics(headline, {}))
         return await self.weights.shared.complete(self._sync_now())
@@ -446,7 +455,7 @@ class GRPOLoop(Loop):
         output = await compute_gradient(
             datums,
             self.backend,
-            self.cfg,
+            self.cfg.loss,
             self.state,
             self.make_loss,
             max_samples=self.cfg.max_samples_per_fwd_bwd,
@@ -459,7 +468,8 @@ class GRPOLoop(Loop):
         if not state.made:
             await self.weights.shared.complete(self._update(state.values["backward"]))
         if state.updates:
-            for part in minibatches(state.values["reference"], self.cfg)[len(state.made) :]:
+            parts = minibatches(state.values["reference"], self.cfg.ppo_n_minibatches)
+            for part in parts[len(state.made) :]:
                 await self.weights.shared.complete(self._update(await self._replace_gradient(part)))
 
     async def _update(self, report: LossReport) -> None:
@@ -486,7 +496,7 @@ class GRPOLoop(Loop):
 
     def _schedule_metrics(self) -> dict[str, float]:
         "What the learning rate of the current step is multiplied by."
-        return schedule_metrics(self.cfg, self.state.number, self.planned_steps, self.place)
+        return schedule_metrics(self.cfg.update, self.state.number, self.planned_steps, self.place)
 
     async def _sync_now(self) -> PhaseMetrics:
         "A sync, noted in the step."
@@ -510,7 +520,7 @@ class GRPOLoop(Loop):
             values["optimize"].metrics,
             policy_version=state.policy_version,
         )
-        options = chosen_options(self.cfg, state)
+        options = chosen_options(self.cfg.loss, state)
         if self.make_loss is not None and not (state.changes or state.is_supervised):
             kind = type(self.make_loss).__name__
             options["make_loss"] = getattr(self.make_loss, "__qualname__", kind)
@@ -519,7 +529,7 @@ class GRPOLoop(Loop):
             "epoch": self.cursor.consumed / len(self.rows),
             **self._schedule_metrics(),
         }
-        bonus = current_entropy_bonus(self.cfg, state)
+        bonus = current_entropy_bonus(self.cfg.loss, state)
         if bonus is not None and not state.is_supervised:
             more_metrics["entropy/coeff"] = bonus[0]
         if state.is_supervised and output:
@@ -577,7 +587,7 @@ class GRPOLoop(Loop):
     def _open_next_step(self, record: StepRecord) -> None:
         "Let the next step begin, with the settings that count from there on."
         self.intake.cursor = self._cursor_after()
-        bonus = bonus_after(self.cfg, record, self.state.bonus)
+        bonus = bonus_after(self.cfg.loss, record, self.state.bonus)
         number = self.state.number + 1
         self.state = StepState(number, self.cursor, tuple(self.pending), bonus=bonus)
         self.eval_metrics = {}
@@ -629,7 +639,7 @@ class GRPOLoop(Loop):
             else:
                 held_out = self.eval_rows if rows is None else as_rows(rows)
                 groups = await held_out_groups(self, held_out)
-                self.eval_metrics = evaluation_metrics(groups, self.cfg)
+                self.eval_metrics = evaluation_metrics(groups, self.cfg.task)
         return self.eval_metrics
 
     # --- groups that arrive one by one
@@ -637,7 +647,9 @@ class GRPOLoop(Loop):
     async def sample_and_score(self, number: int) -> ScoredGroup:
         "Sample and score a row: a prompt of the step, or another one of the run."
         in_step = [p for p in self.state.values.get("prompts", ()) if p.number == number]
-        [prompt] = in_step or encode_numbers([number], self.intake, self.backend, self.cfg)
+        [prompt] = in_step or encode_numbers(
+            [number], self.intake, self.backend, self.cfg.task, self.cfg.sampling
+        )
         rollouts = await self.sample_prompt(prompt)
         group = await score_group(
             rollouts,
@@ -674,7 +686,7 @@ class GRPOLoop(Loop):
         fields = {
             "groups_per_step": self.cfg.prompt_groups_per_step,
             "completions_per_prompt": self.cfg.completions_per_prompt,
-            "max_concurrency": max_in_flight(self.cfg),
+            "max_concurrency": max_in_flight(self.cfg.sampling),
         }
         return Producer(
             Gate(**fields | gate), take, self.sample_and_score, useful or self.has_signal, requeue
@@ -766,9 +778,9 @@ class GRPOLoop(Loop):
         "One backward pass over groups, added to the gradient; it divides by nothing."
         datums = self.group_datums(self.compute_advantages(groups))
         reference = self.backend.reference
-        datums = await attach_reference(datums, reference, self.cfg, self.state.cache)
+        datums = await attach_reference(datums, reference, self.cfg.loss, self.state.cache)
         output = await compute_gradient(
-            datums, self.backend, self.cfg, self.state, self.make_loss, denominator=1.0
+            datums, self.backend, self.cfg.loss, self.state, self.make_loss, denominator=1.0
         )
         return LossReport(output, tuple(datums), self.backend.tokenizer)
 
@@ -945,7 +957,10 @@ class GRPOLoop(Loop):
             got = "rows that are sampled ahead" if self.samples_ahead else "a step that has begun"
             fix = "Finish the step with await loop.step(); warm up in a GRPOLoop before an AsyncGRPOLoop over its backend."
             raise PhaseError("warm_up", where=self.place, got=got, expected="a fresh step", fix=fix)
-        made = [answer_group(row, i, self.backend, self.cfg) for i, row in enumerate(rows)]
+        made = [
+            answer_group(row, i, self.backend, self.cfg.task, self.cfg.sampling)
+            for i, row in enumerate(rows)
+        ]
         rollouts, groups, datums = zip(*made, strict=True)
         tokenizer = self.backend.tokenizer
         listed = list_groups(groups)

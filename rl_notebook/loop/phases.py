@@ -21,7 +21,15 @@ __all__ = []
 # %% ../../nbs/loop/07_phases.ipynb #dd8aa3c2
 from ..backends.base import Backend, Scorer
 from ..config.config import Config
-from ..config.settings import lr_factor, next_bonus
+from rl_notebook.config.settings import (
+    LossSettings,
+    SamplingSettings,
+    SignalSettings,
+    TaskSettings,
+    UpdateSettings,
+    lr_factor,
+    next_bonus,
+)
 from ..core.advantages import has_no_signal
 from ..core.datums import attach, datum_from_sample
 from ..core.loss_params import SURROGATE_PARAM_NAMES
@@ -81,49 +89,54 @@ def next_numbers(state: StepState, count: int) -> list[int]:
 def encode_prompts(
     rows: Sequence[Row],
     backend: Backend,
-    cfg: Config,
+    task: TaskSettings,
+    sampling: SamplingSettings,
     first_number: int,  # place of the first row in the run
-    max_completion_tokens: int | None = None,  # None = the config's
+    max_completion_tokens: int | None = None,  # None = as `sampling` says
 ) -> list[Prompt]:
     "Rows as prompts that leave room for their completions."
     return encode_for(
         rows,
         backend,
-        cfg,
+        task,
         first_number=first_number,
-        max_seq_len=cfg.max_seq_len,
-        max_completion_tokens=max_completion_tokens or cfg.max_completion_tokens,
+        max_seq_len=sampling.max_seq_len,
+        max_completion_tokens=max_completion_tokens or sampling.max_completion_tokens,
     )
 
 
 def encode_numbers(
-    numbers: Iterable[int], rows: RowQueue, backend: Backend, cfg: Config
+    numbers: Iterable[int],
+    rows: RowQueue,
+    backend: Backend,
+    task: TaskSettings,
+    sampling: SamplingSettings,
 ) -> list[Prompt]:
     "Rows of the run, by number, as the prompts of a step."
     encoded = list[Prompt]()
     for number in numbers:
-        encoded += encode_prompts(rows.row(number), backend, cfg, number)
+        encoded += encode_prompts(rows.row(number), backend, task, sampling, number)
     return [replace(prompt, index=i) for i, prompt in enumerate(encoded)]
 
 # %% ../../nbs/loop/07_phases.ipynb #b009b492
-def max_in_flight(cfg: Config) -> int | None:  # samples
+def max_in_flight(sampling: SamplingSettings) -> int | None:  # samples
     """Samples in flight of a loop that alternates with its sampler: those of `max_concurrent` rows; None = no limit.
 
     How many completions are sampled at once is bounded by the sampler itself; this bounds rollouts of the user."""
-    return cfg.max_concurrent * cfg.completions_per_prompt or None
+    return sampling.max_concurrent * sampling.completions_per_prompt or None
 
 
 V = TypeVar("V")
 
 
 async def gather_groups(
-    prompts: Sequence[Prompt], job: Callable[[Prompt], Awaitable[V]], cfg: Config
+    prompts: Sequence[Prompt], job: Callable[[Prompt], Awaitable[V]], sampling: SamplingSettings
 ) -> list[V]:
     "A job for every prompt, all at once; results in the order of the prompts."
     gate = Gate(
         len(prompts),
-        cfg.completions_per_prompt,
-        max_concurrency=max_in_flight(cfg),
+        sampling.completions_per_prompt,
+        max_concurrency=max_in_flight(sampling),
         refills=False,
     )
     take = partial(next, iter(range(len(prompts))), None)
@@ -132,10 +145,10 @@ async def gather_groups(
     return [row.value for row in sorted(rows, key=lambda row: row.number)]
 
 # %% ../../nbs/loop/07_phases.ipynb #3dd46d17
-def must_wait(reward_fns: Any, cfg: Config) -> bool:
+def must_wait(reward_fns: Any, signal: SignalSettings) -> bool:
     "Whether these rewards have to be awaited: one is `async`, or there is a time limit."
     fns = () if reward_fns is None else as_reward_fns(reward_fns)
-    return any(fn.is_async for fn in fns) or (bool(fns) and cfg.reward_timeout is not None)
+    return any(fn.is_async for fn in fns) or (bool(fns) and signal.reward_timeout is not None)
 
 
 async def score_groups(
@@ -210,10 +223,10 @@ def skip(state: StepState, phase: str) -> PhaseMetrics | None:
 
 # %% ../../nbs/loop/07_phases.ipynb #fe67c45e
 async def attach_reference(
-    datums: Sequence[Datum], reference: Scorer | None, cfg: Config, cache: ScoreCache
+    datums: Sequence[Datum], reference: Scorer | None, loss: LossSettings, cache: ScoreCache
 ) -> list[Datum]:
     "Datums with the reference's logprobs, where the loss or a metric needs them."
-    needed = cfg.kl_beta > 0 or cfg.teacher_coeff > 0 or cfg.kl_metric
+    needed = loss.kl_beta > 0 or loss.teacher_coeff > 0 or loss.kl_metric
     if reference is None or not needed:
         return list(datums)
     return attach(datums, "ref_logprobs", await score_datums(reference, datums, "ref", cache))
@@ -222,54 +235,55 @@ async def attach_reference(
 async def attach_logprobs(
     datums: Sequence[Datum],
     backend: Backend,
-    cfg: Config,
+    loss: LossSettings,
+    updates: int,  # a batch
     cache: ScoreCache,
     policy: bool,  # whether the policy is scored, too
 ) -> tuple[list[Datum], list[Logprobs] | None]:  # the datums, and the policy's logprobs of them
     "Datums with the logprobs that the loss needs; with several updates a batch, those of the policy before the first."
-    attached = await attach_reference(datums, backend.reference, cfg, cache)
-    several = cfg.ppo_n_minibatches > 1
+    attached = await attach_reference(datums, backend.reference, loss, cache)
+    several = updates > 1
     if not (policy or several):
         return attached, None
     scored = await score_datums(backend.policy, attached, "policy", cache)
     return attach(attached, "old_logprobs", scored) if several else attached, scored
 
 # %% ../../nbs/loop/07_phases.ipynb #5183ae73
-def current_entropy_bonus(cfg: Config, state: StepState) -> tuple[float, float] | None:
+def current_entropy_bonus(loss: LossSettings, state: StepState) -> tuple[float, float] | None:
     "Weight of the entropy bonus in the current step, and what is used of it; None where it is fixed."
-    if cfg.entropy_target is None:
+    if loss.entropy_target is None:
         return None
-    return state.bonus or (cfg.entropy_coeff, cfg.entropy_coeff)
+    return state.bonus or (loss.entropy_coeff, loss.entropy_coeff)
 
 
 def bonus_after(
-    cfg: Config, record: StepRecord, before: tuple[float, float] | None
+    loss: LossSettings, record: StepRecord, before: tuple[float, float] | None
 ) -> tuple[float, float] | None:
     "The same for the step after a recorded one; one without an entropy, which trained on nothing, moves nothing."
     coeff = record.metrics.get("entropy/coeff")
     entropy = record.metrics.get("entropy/exact")
-    if cfg.entropy_target is None or coeff is None:
+    if loss.entropy_target is None or coeff is None:
         return before  # of a warm-up
     if entropy is None:
         return coeff, record.options["entropy_coeff"]
-    return next_bonus(cfg, coeff, entropy)
+    return next_bonus(loss, coeff, entropy)
 
 
-def step_options(cfg: Config, state: StepState) -> dict[str, Any]:  # fields of LossOptions
+def step_options(loss: LossSettings, state: StepState) -> dict[str, Any]:  # fields of LossOptions
     "The loss options that this step begins with: the config's, with an entropy bonus that adapts; or cross-entropy."
     if state.is_supervised:
         return asdict(LossOptions())
-    options = cfg.loss_options()
-    bonus = current_entropy_bonus(cfg, state)
+    options = loss.loss_options()
+    bonus = current_entropy_bonus(loss, state)
     return options if bonus is None else options | {"entropy_coeff": bonus[1]}
 
 
 def chosen_options(
-    cfg: Config, state: StepState, changes: Mapping[str, Any] | None = None
+    loss: LossSettings, state: StepState, changes: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:  # fields of LossOptions
     "The loss options of this step with changes, by default those that `loss()` was last called with."
     changes = state.changes if changes is None else changes
-    options = step_options(cfg, state)
+    options = step_options(loss, state)
     if changes.get("policy_loss", options["policy_loss"]) != options["policy_loss"]:
         options |= dict.fromkeys(SURROGATE_PARAM_NAMES)  # those of the other loss
     return options | dict(changes)
@@ -277,7 +291,7 @@ def chosen_options(
 # %% ../../nbs/loop/07_phases.ipynb #fbe26633
 def chosen_loss(
     make_loss: LossFactory | None,  # of the loop
-    cfg: Config,
+    loss: LossSettings,
     state: StepState,
     changes: Mapping[str, Any] | None = None,  # None = those that `loss()` was last called with
 ) -> LossFactory:
@@ -285,7 +299,7 @@ def chosen_loss(
     changes = state.changes if changes is None else changes
     if make_loss is not None and not (changes or state.is_supervised):
         return make_loss
-    return loss_factory(LossOptions(**chosen_options(cfg, state, changes)))
+    return loss_factory(LossOptions(**chosen_options(loss, state, changes)))
 
 
 def policy_scores(datums: Sequence[Datum], cache: ScoreCache) -> list[Logprobs]:
@@ -317,7 +331,7 @@ def takes_loss_options(method: F) -> F:
 async def compute_gradient(
     datums: Sequence[Datum],
     backend: Backend,
-    cfg: Config,
+    loss: LossSettings,
     state: StepState,
     make_loss: LossFactory | None,  # of the loop
     *,
@@ -325,13 +339,13 @@ async def compute_gradient(
     denominator: float | None = None,  # None = that of these datums
 ) -> LossOutput:
     "Accumulate the gradient of datums, with a loss that is computed here or by the service."
-    options = LossOptions(**chosen_options(cfg, state))
+    options = LossOptions(**chosen_options(loss, state))
     has_builtin = options.policy_loss in backend.capabilities.builtin_losses
-    if cfg.loss_path == "client" and not (state.is_supervised and has_builtin):
+    if loss.loss_path == "client" and not (state.is_supervised and has_builtin):
         return await backward(
             backend.policy,
             datums,
-            chosen_loss(make_loss, cfg, state),
+            chosen_loss(make_loss, loss, state),
             aggregation=options.aggregation,
             max_samples=max_samples,
             denominator=denominator,
@@ -343,35 +357,40 @@ async def compute_gradient(
     )
 
 
-def minibatches(datums: Sequence[Datum], cfg: Config) -> list[Sequence[Datum]]:
+def minibatches(datums: Sequence[Datum], count: int) -> list[Sequence[Datum]]:
     "The datums of each optimizer step."
-    return [datums[part] for part in minibatch_slices(len(datums), cfg.ppo_n_minibatches)]
+    return [datums[part] for part in minibatch_slices(len(datums), count)]
 
 
-def note_passes(state: StepState, parts: Sequence[Sequence[Datum]], cfg: Config) -> None:
+def note_passes(
+    state: StepState,
+    parts: Sequence[Sequence[Datum]],  # of each update
+    loss: LossSettings,
+    max_samples: int,  # in one call
+) -> None:
     "Note in the step how its batch is cut into updates and backward passes, and who divides the gradient."
-    aggregation = chosen_options(cfg, state)["aggregation"]
-    calls = [in_calls(part, aggregation, cfg.max_samples_per_fwd_bwd, None)[0] for part in parts]
+    aggregation = chosen_options(loss, state)["aggregation"]
+    calls = [in_calls(part, aggregation, max_samples, None)[0] for part in parts]
     state.passes = tuple(len(call) for part in calls for call in part)
     state.updates = tuple(map(len, parts)) if len(parts) > 1 else ()
-    state.normalization = cfg.grad_accumulation_normalization if aggregation == "sum" else "none"
+    state.normalization = loss.grad_accumulation_normalization if aggregation == "sum" else "none"
 
 # %% ../../nbs/loop/07_phases.ipynb #c0791365
 def schedule_metrics(
-    cfg: Config, step: int, planned: int | None, where: str
+    update: UpdateSettings, step: int, planned: int | None, where: str
 ) -> dict[str, float]:  # nothing for a constant learning rate
     "What the learning rate of a step is multiplied by, as a metric; raises `ConfigError` without an end."
-    if cfg.lr_scheduler_type == "constant":
+    if update.lr_scheduler_type == "constant":
         return {}
     if planned is None:
         raise ConfigError(
             "lr_scheduler_type",
             where=where,
-            got=f"{cfg.lr_scheduler_type!r} without an end",
+            got=f"{update.lr_scheduler_type!r} without an end",
             expected="a number of steps",
             fix="Set steps.",
         )
-    return {"learning_rate/schedule": lr_factor(cfg, step, planned)}
+    return {"learning_rate/schedule": lr_factor(update, step, planned)}
 
 
 def join_reports(
@@ -388,22 +407,22 @@ def join_reports(
     return LossReport(output, datums, reports[0].tokenizer), metrics
 
 # %% ../../nbs/loop/07_phases.ipynb #4c996a2e
-def sync_postponed(cfg: Config, step: int, in_window: bool) -> str:
+def sync_postponed(interval: int, step: int, in_window: bool) -> str:
     "When the sampler gets the weights, in words; empty where that is in this step."
-    if cfg.weight_sync_interval == 0:
+    if interval == 0:
         return "never"
     if in_window:
         return "at the end of the window"
-    return f"every {cfg.weight_sync_interval} steps" if step % cfg.weight_sync_interval else ""
+    return f"every {interval} steps" if step % interval else ""
 
 # %% ../../nbs/loop/07_phases.ipynb #66989142
 def answer_group(
-    row: Row, index: int, backend: Backend, cfg: Config
+    row: Row, index: int, backend: Backend, task: TaskSettings, sampling: SamplingSettings
 ) -> tuple[Rollouts, PromptGroup, Datum]:
     "The answer of a row as the only completion of its prompt, and as what is trained; raises `DataError`."
-    tokenizer = run_tokenizer(backend, cfg)
+    tokenizer = run_tokenizer(backend, task)
     answer = encode_target(tokenizer, row)
-    [prompt] = encode_prompts([row], backend, cfg, index, len(answer))
+    [prompt] = encode_prompts([row], backend, task, sampling, index, len(answer))
     prompt = replace(prompt, index=index)
     tokens = np.array([*prompt.tokens, *answer])
     sample = RolloutSample(

@@ -27,6 +27,7 @@ from rl_notebook.core.types import (
     quoted,
 )
 from ..config.config import Config
+from ..config.settings import LossSettings, SignalSettings, TaskSettings
 from ..task.chat import with_template
 from ..task.data import Cursor, Prompt, Row, check_columns, load_rows
 from ..task.rewards import Limits, as_reward_fns, make_soft_overlong
@@ -59,23 +60,26 @@ class Task:
         )
 
 # %% ../../nbs/loop/04_setup.ipynb #0e4044de
-def as_task(grader: Any, cfg: Config, setup: RolloutSetup) -> Task:
+def as_task(grader: Any, signal: SignalSettings, setup: RolloutSetup) -> Task:
     "Reward functions, a rollout function or a rollout factory, distinguished by type, else by their first parameter."
     if isinstance(grader, RolloutFactory) or first_parameter(grader) == "setup":
         grader = as_rollout_fn(grader(setup))
-    limits = Limits(cfg.max_concurrent_rewards, cfg.reward_timeout)
+    limits = Limits(signal.max_concurrent_rewards, signal.reward_timeout)
     if is_rollout_fn(grader):
         for name in ("overlong_buffer", "reward_weights"):
-            if getattr(cfg, name):
+            if getattr(signal, name):
                 fix = "Weigh rewards, and call `rewards.make_soft_overlong`, inside your rollout."
                 raise ConfigError(
-                    name, got=getattr(cfg, name), expected="unset with a rollout function", fix=fix
+                    name,
+                    got=getattr(signal, name),
+                    expected="unset with a rollout function",
+                    fix=fix,
                 )
         return Task(rollout_fn=as_rollout_fn(grader), limits=limits)
     fns = [*grader] if isinstance(grader, list | tuple) else [grader]
-    weights = cfg.reward_weights
-    if cfg.overlong_buffer:
-        fns.append(make_soft_overlong(cfg.max_completion_tokens, cfg.overlong_buffer))
+    weights = signal.reward_weights
+    if signal.overlong_buffer:
+        fns.append(make_soft_overlong(setup.params.max_tokens, signal.overlong_buffer))
         weights = None if weights is None else (*weights, 1.0)
     return Task(as_reward_fns(fns, weights), limits=limits)
 
@@ -180,18 +184,18 @@ def check_backend(cfg: Config, backend: Backend, rows: Any = ()) -> None:
         )
 
 
-def check_recipe(cfg: Config, recipes: Sequence[str], loop: str) -> None:
-    "Reject a config that was written for another loop."
-    if cfg.recipe not in recipes:
+def check_recipe(recipe: str, recipes: Sequence[str], loop: str) -> None:
+    "Reject the recipe of another loop."
+    if recipe not in recipes:
         fix = (
             "Open an AsyncGRPOLoop."
-            if cfg.recipe == "async_rl_loop"
+            if recipe == "async_rl_loop"
             else "Set the recipe, or open a GRPOLoop."
         )
         raise ConfigError(
             "recipe",
             where=loop,
-            got=repr(cfg.recipe),
+            got=repr(recipe),
             expected=" or ".join(map(repr, recipes)),
             fix=fix,
         )
@@ -202,22 +206,22 @@ def load_advantage_fn(named: AdvantageFn | str | None) -> AdvantageFn | None:
     return named_function(named, "advantage_fn", LossError) if isinstance(named, str) else named
 
 
-def check_loss(cfg: Config, make_loss: LossFactory | None) -> None:
+def check_loss(loss: LossSettings, make_loss: LossFactory | None) -> None:
     "Reject a loss that cannot be found or called, and a custom one where the service computes its own."
-    options = LossOptions(**cfg.loss_options())
+    options = LossOptions(**loss.loss_options())
     policy_loss_fn(options)
-    if options.needs_ref and not (cfg.kl_beta > 0 or cfg.teacher_coeff > 0 or cfg.kl_metric):
+    if options.needs_ref and not (loss.kl_beta > 0 or loss.teacher_coeff > 0 or loss.kl_metric):
         expected = "no ref_logprobs, which nothing else here computes"
         fix = "Set kl_metric=True, or kl_beta."
         raise LossError(
-            f"policy_loss {cfg.policy_loss!r}",
+            f"policy_loss {loss.policy_loss!r}",
             got="a loss that takes them",
             expected=expected,
             fix=fix,
         )
     if make_loss is not None:
         check_takes("make_loss", make_loss, ("datums", "denominator"))
-        if cfg.loss_path == "builtin":
+        if loss.loss_path == "builtin":
             fix = "Leave one of the two out."
             raise ConfigError(
                 "make_loss",
@@ -284,30 +288,34 @@ def plain_prompts(rows: Sequence[Row], tokenizer: Any) -> str:
     return f"prompts of plain text, without the chat template: {which}. It is applied to `question` and to `messages`."
 
 
-def first_cursor(rows: Sequence[Row], cfg: Config) -> Cursor:
+def first_cursor(rows: Sequence[Row], task: TaskSettings) -> Cursor:
     "The place before the first row."
     return Cursor(
-        rows, seed=cfg.seed, epochs=cfg.epochs, shuffle=cfg.shuffle, floor=cfg.difficulty_sampling
+        rows,
+        seed=task.seed,
+        epochs=task.epochs,
+        shuffle=task.shuffle,
+        floor=task.difficulty_sampling,
     )
 
 # %% ../../nbs/loop/04_setup.ipynb #db0e342e
-def run_tokenizer(backend: Backend, cfg: Config) -> Any:
-    "The backend's tokenizer, with the chat template and its options that the config sets."
-    return with_template(backend.tokenizer, cfg.chat_template, cfg.chat_template_kwargs)
+def run_tokenizer(backend: Backend, task: TaskSettings) -> Any:
+    "The backend's tokenizer, with the chat template and its options that the settings name."
+    return with_template(backend.tokenizer, task.chat_template, task.chat_template_kwargs)
 
 
 def encode_for(
-    rows: Sequence[Row], backend: Backend, cfg: Config, **encode_kwargs: Any
+    rows: Sequence[Row], backend: Backend, task: TaskSettings, **encode_kwargs: Any
 ) -> list[Prompt]:  # encode_kwargs: of `encode_rows`
     "Rows as the prompts of a run; raises `ConfigError` for a prompt that its template would not render."
-    named = next((n for n in ("chat_template", "chat_template_kwargs") if getattr(cfg, n)), None)
+    named = next((n for n in ("chat_template", "chat_template_kwargs") if getattr(task, n)), None)
     plain = next((row for row in rows if row.messages is None), None)
     if named and plain:
         fix = "Leave it out, or give the rows a conversation in `messages`."
         raise ConfigError(
             named, where=plain.where, got="a prompt that no template renders", fix=fix
         )
-    return encode_rows(rows, run_tokenizer(backend, cfg), **encode_kwargs)
+    return encode_rows(rows, run_tokenizer(backend, task), **encode_kwargs)
 
 
 def rollout_setup(
@@ -332,5 +340,5 @@ def rollout_setup(
     sampler = sampler or backend.sampler
     K = cfg.completions_per_prompt
     return RolloutSetup(
-        sampler, run_tokenizer(backend, cfg), params, K, extras or {}, **setup_kwargs
+        sampler, run_tokenizer(backend, cfg.task), params, K, extras or {}, **setup_kwargs
     )

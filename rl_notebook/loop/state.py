@@ -268,8 +268,8 @@ class Loop:
         # now, when opened, of the next step
         self.settings = self.began_with = self.next_settings = cfg or Config()
         check_backend(self.cfg, backend, rows)
-        check_recipe(self.cfg, self.recipes, type(self).__name__)
-        check_loss(self.cfg, make_loss)
+        check_recipe(self.cfg.recipe, self.recipes, type(self).__name__)
+        check_loss(self.cfg.loss, make_loss)
         self.arguments = {
             "reward": reward,
             "dynamic_filter_fn": dynamic_filter_fn,
@@ -284,7 +284,7 @@ class Loop:
         self.evaluation_fn = evaluation_fn
         self.sampler = bounded(backend.sampler, completions_at_once(self.cfg))
         self.task = as_task(
-            reward, self.cfg, rollout_setup(backend, self.cfg, extras, self.sampler)
+            reward, self.cfg.signal, rollout_setup(backend, self.cfg, extras, self.sampler)
         )
         read = [] if self.task.reward_fns is None else columns_read(self.task.reward_fns)
         self.rows = as_rows(rows, read)
@@ -294,7 +294,7 @@ class Loop:
         self.advantage_fn = load_advantage_fn(advantage_fn or self.cfg.advantage_fn)
         self.outputs = list(outputs)
         self.on_undo = list(on_undo)
-        self.state = StepState(1, first_cursor(self.rows, self.cfg))
+        self.state = StepState(1, first_cursor(self.rows, self.cfg.task))
         self.intake = RowQueue(self.state.cursor)
         self.weights = Weights(backend, self, keep_undo, family)
         self.records: deque[StepRecord] = deque(maxlen=100)  # the last ones; a RunFolder keeps all

@@ -197,7 +197,7 @@ def check_functions(cfg: Config, problem: Problem | None = None) -> None:
         else {k: v for k, v in cfg.to_dict().items() if k != "rewards"}
     )
     check_trusted(named, "config")
-    check_loss(cfg, None if problem is None else problem.make_loss)
+    check_loss(cfg.loss, None if problem is None else problem.make_loss)
     load_advantage_fn(cfg.advantage_fn)
 
 
@@ -428,7 +428,7 @@ async def train(
             "problem", got=f"{', '.join(passed)} beside it", expected="one of the two"
         )
     problem = problem or make(cfg, **parts)
-    check_loss(cfg, problem.make_loss)
+    check_loss(cfg.loss, problem.make_loss)
     # what one measures, its first call says
     if cfg.keep_best is not None and problem.evaluation_fn is None:
         check_measured(cfg.keep_best, evaluation_names(cfg.eval_samples))
@@ -492,7 +492,7 @@ def fitted(cfg: Config, backend: Backend, problem: Problem, say: Callable[[str],
             raise ConfigError("max_seq_len", got=cfg.max_seq_len, expected=expected, fix=fix)
         new["max_seq_len"] = longest
     room = min(cfg.max_seq_len, longest)
-    prompts = encode_for([*problem.rows, *problem.eval_rows], backend, cfg)
+    prompts = encode_for([*problem.rows, *problem.eval_rows], backend, cfg.task)
     most = max(prompts, key=lambda p: len(p.tokens), default=None)
     left = room - (0 if most is None else len(most.tokens))
     if most is not None and cfg.max_completion_tokens > left:
