@@ -113,7 +113,7 @@ class Setting:
     groups: int = 4  # of a batch
     completions: int = 4  # of a group
     versions: int = 1  # O: max_head_offpolicy_versions
-    places: float = 1.0  # R: samples that may be under way, in batches
+    places: float = 1.0  # R: samples that may be in flight, in batches
     latency: float = 1.0  # seconds of a rollout
     spread: float = 0.0  # share by which rollouts are faster or slower, evenly spread
     training: float = 1.0  # seconds of a step of a trainer that only takes its time
@@ -230,7 +230,7 @@ class Timing:
     wall: float  # seconds, first rollout to last sync
     period: float  # seconds per step in the second half: without start-up and drain
     trainer_idle: float  # share of the wall
-    sampler_idle: float  # share of the wall times the samples that may be under way
+    sampler_idle: float  # share of the wall times the samples that may be in flight
     age: int  # versions, of the oldest group trained on
 
 
@@ -509,7 +509,7 @@ async def measure_local(
 # --- report ------------------------------------------------------------------------------------------------------
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def median_and_range(values: Sequence[float]) -> dict[str, float]:
     "Median and range."
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
@@ -544,9 +544,9 @@ def real_summary(result: Real) -> dict[str, Any]:
     "Ratios, and the runs behind them."
     return {
         "settings": [asdict(setting) for setting in result.settings],
-        "wall_over_max": spread(result.ratios("asynchronous")),
-        "synchronous_over_max": spread(result.ratios("synchronous")),
-        "synchronous_over_asynchronous": spread(result.gain()),
+        "wall_over_max": median_and_range(result.ratios("asynchronous")),
+        "synchronous_over_max": median_and_range(result.ratios("synchronous")),
+        "synchronous_over_asynchronous": median_and_range(result.gain()),
         "runs": {kind: [asdict(run) for run in runs] for kind, runs in result.runs.items()},
     }
 

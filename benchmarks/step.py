@@ -269,7 +269,7 @@ class Stopwatch:
     passes: int = 0
     prompts: tuple = ()
     lengths: tuple = ()
-    # clock and processor time when the step under way began
+    # clock and processor time when the step in progress began
     started: tuple[float, float] | None = None
 
     def wrap(
@@ -492,7 +492,7 @@ def floors_of(setting: Setting, work: Work, size: ModelSize) -> Floors:
 # --- results -----------------------------------------------------------------------------------------------------
 
 
-def spread(values: list[float]) -> dict[str, float]:
+def median_and_range(values: list[float]) -> dict[str, float]:
     "Median and range."
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
@@ -503,7 +503,7 @@ def summary(
     "Everything that was measured, as plain values; the first step of each side is left out."
     sides = {"ours": ours[1:], "trl": theirs[1:]}
     seconds = {
-        s: {m: spread([getattr(x, m) for x in steps]) for m in MEASURES}
+        s: {m: median_and_range([getattr(x, m) for x in steps]) for m in MEASURES}
         for s, steps in sides.items()
     }
     ratio = {m: seconds["trl"][m]["median"] / seconds["ours"][m]["median"] for m in MEASURES}
@@ -513,7 +513,7 @@ def summary(
         "machine": machine(),
         "seconds": seconds,
         "ratio": ratio,  # of medians: how many times as long TRL takes
-        "ratio_of_neighbours": spread(
+        "ratio_of_neighbours": median_and_range(
             [b.total / a.total for a, b in zip(*sides.values(), strict=True)]
         ),
         "floors": {

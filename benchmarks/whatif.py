@@ -106,7 +106,7 @@ def measure(
     return answers, reasons
 
 
-def spread(seconds: list[float]) -> dict[str, float]:
+def quantiles(seconds: list[float]) -> dict[str, float]:
     "Median, 95 % quantile and maximum."
     return {
         "median": statistics.median(seconds),
@@ -122,9 +122,9 @@ def summary(answers: list[dict[str, Any]], reasons: int, tokens: int) -> dict[st
         "tokens": tokens,
         "answers": len(after),
         "reasons": reasons,
-        "seconds": spread([a["seconds"] for a in after]),
-        "processor": spread([a["processor"] for a in after]),
-        "first_round": spread([a["seconds"] for a in answers if a["round"] == 0]),
+        "seconds": quantiles([a["seconds"] for a in after]),
+        "processor": quantiles([a["processor"] for a in after]),
+        "first_round": quantiles([a["seconds"] for a in answers if a["round"] == 0]),
         "goal": GOAL,
         "within_goal": sum(a["seconds"] <= GOAL for a in after) / len(after),
         "machine": {"system": platform.platform(), "threads": torch.get_num_threads()},

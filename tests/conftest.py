@@ -92,7 +92,7 @@ def _no_loss_outlives_its_file() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_memory_outlives_its_file() -> Iterator[None]:
-    "Models are in cycles, and what is freed in many threads is not given back by itself: workers grew to gigabytes."
+    "Models are in cycles, and what is freed in many threads is not released by itself: workers grew to gigabytes."
     yield
     gc.collect()
     if sys.platform == "linux":

@@ -481,7 +481,7 @@ class Coordinated(Run):
 
     waits = False
     resolved = 0
-    batch: Sequence[Finished[ScoredGroup]] = ()  # rows of the step under way
+    batch: Sequence[Finished[ScoredGroup]] = ()  # rows of the step in progress
     # rows without signal, taken and kept for a later step
     unrecorded: Sequence[Finished[ScoredGroup]] = ()
 

@@ -59,7 +59,7 @@ SHORT_ADVANTAGES = "advantages of another length are rejected, not padded with 0
 
 @adapter("igpo_z_normalize")
 def z_normalize(case: Case) -> Outcome:
-    "Population spread; zeros below eps."
+    "Population standard deviation; zeros below eps."
     close(
         igpo.z_normalize(floats(case.inputs["values"]), **case.config),
         floats(case.expected["z"]),

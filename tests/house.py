@@ -72,7 +72,7 @@ def parsed(text: str, where: str) -> ast.Module:
     """Code as a tree.
 
     CPython 3.11 counts the depth of all threads in one number, so a thread that formats a traceback in between (a
-    client whose service has ended logs one now and then) can spoil the count: then it is counted again."""
+    client whose service has ended logs one now and then) can change the count: then it is counted again."""
     for _ in range(4):
         with contextlib.suppress(SystemError):
             return compile(text, where, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)  # type: ignore

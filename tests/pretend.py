@@ -1,4 +1,4 @@
-"""A pretend accelerator: torch's `meta` device, which computes shapes only, under a mode that keeps the books.
+"""A pretend accelerator: torch's `meta` device, which computes shapes only, under a mode that counts transfers.
 
 What a GPU would reject, or would make the host wait for, shows without one: an operation over tensors of two devices, a
 read, an upload that blocks. A read gives zeros, so that programs continue after it.
@@ -32,27 +32,27 @@ def caller() -> str:
     return "elsewhere" if frame is None else frame.f_code.co_name
 
 
-def there(value: Any) -> bool:
+def is_on_device(value: Any) -> bool:
     "Whether a tensor, or a device, is the pretend one."
     device = value.device if isinstance(value, torch.Tensor) else value
     return device is not None and torch.device(device).type == DEVICE
 
 
-def nothing(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+def zeros(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     "What a read gives: zeros, and yes to every question."
     return torch.full(shape, dtype is torch.bool, dtype=dtype)
 
 
-class _Made(TorchFunctionMode):
+class _TensorMaking(TorchFunctionMode):
     "`torch.tensor(..., device=)` is a blocking upload, which no operation shows on this device."
 
-    def __init__(self, books: Pretend):
+    def __init__(self, counts: Pretend):
         super().__init__()
-        self.books = books
+        self.counts = counts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.tensor, torch.as_tensor) and there((kwargs or {}).get("device")):
-            self.books.uploads[caller()] += 1
+        if func in (torch.tensor, torch.as_tensor) and is_on_device((kwargs or {}).get("device")):
+            self.counts.uploads[caller()] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -65,7 +65,7 @@ class Pretend(TorchDispatchMode):
         self.uploads: Counter[str] = Counter()  # likewise
         self.sent: Counter[str] = Counter()  # uploads that do not block
         self.strays: Counter[str] = Counter()  # operations over tensors of both devices
-        self._made = _Made(self)
+        self._tensor_making = _TensorMaking(self)
 
     @property
     def waits(self) -> int:
@@ -78,12 +78,12 @@ class Pretend(TorchDispatchMode):
             counter.clear()
 
     def __enter__(self) -> Self:
-        self._made.__enter__()
+        self._tensor_making.__enter__()
         return super().__enter__()
 
     def __exit__(self, *reason: Any) -> None:
         super().__exit__(*reason)
-        self._made.__exit__(*reason)
+        self._tensor_making.__exit__(*reason)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,19 +91,19 @@ class Pretend(TorchDispatchMode):
         if (
             func is aten._to_copy.default
             and "device" in kwargs
-            and there(tensors[0]) != there(kwargs["device"])
+            and is_on_device(tensors[0]) != is_on_device(kwargs["device"])
         ):
-            if there(tensors[0]):
+            if is_on_device(tensors[0]):
                 self.reads[caller()] += 1
-                return nothing(tensors[0].shape, kwargs.get("dtype") or tensors[0].dtype)
+                return zeros(tensors[0].shape, kwargs.get("dtype") or tensors[0].dtype)
             (self.sent if kwargs.get("non_blocking") else self.uploads)[caller()] += 1
             return func(*args, **kwargs)
-        if func is aten.copy_.default and there(args[0]) != there(args[1]):
-            (self.uploads if there(args[0]) else self.reads)[caller()] += 1
-            return args[0] if there(args[0]) else args[0].zero_()
-        if func is aten._local_scalar_dense.default and there(tensors[0]):
+        if func is aten.copy_.default and is_on_device(args[0]) != is_on_device(args[1]):
+            (self.uploads if is_on_device(args[0]) else self.reads)[caller()] += 1
+            return args[0] if is_on_device(args[0]) else args[0].zero_()
+        if func is aten._local_scalar_dense.default and is_on_device(tensors[0]):
             self.reads[caller()] += 1
-            return nothing((), tensors[0].dtype).item()
+            return zeros((), tensors[0].dtype).item()
         if func not in (aten._to_copy.default, aten.copy_.default):
             with torch._C.DisableTorchFunction(), self:
                 decomposed = func.decompose(
@@ -111,6 +111,8 @@ class Pretend(TorchDispatchMode):
                 )  # what inference mode has not taken apart
             if decomposed is not NotImplemented:
                 return decomposed
-        if any(map(there, tensors)) and not all(there(t) or t.ndim == 0 for t in tensors):
+        if any(map(is_on_device, tensors)) and not all(
+            is_on_device(t) or t.ndim == 0 for t in tensors
+        ):
             self.strays[f"{caller()}: {func}"] += 1
         return func(*args, **kwargs)

@@ -102,7 +102,7 @@ def synthetic_record(
 
 
 def async_record(record: StepRecord, age: int = 1) -> StepRecord:
-    "The same step with rollouts during training: a second long, each row under way for two, one group fresh."
+    "The same step with rollouts during training: a second long, each row in flight for two, one group fresh."
     begin = float(record.step)
     ages = [0, *[age] * (len(record.groups) - 1)]
     numbers = [record.step * len(record.groups) + i for i in range(len(record.groups))]

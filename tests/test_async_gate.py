@@ -42,7 +42,7 @@ class Rows(RuleBasedStateMachine):
         self.total = total
         self.room = None if room is None else k + room
         self.loop = asyncio.new_event_loop()
-        self.complaints: list[Any] = []  # of callbacks, which no one else would hear
+        self.complaints: list[Any] = []  # of callbacks, which nothing else would report
         self.loop.set_exception_handler(lambda loop, context: self.complaints.append(context))
         self.now = 0.0
         self.idle = 0.0
@@ -111,7 +111,7 @@ class Rows(RuleBasedStateMachine):
         for number in numbers:
             places = (self.in_flight, self.ready, self.rejected)
             assert sum(number in place for place in places) == 1, (
-                f"row {number} was not there to be given back"
+                f"row {number} was not there to be requeued"
             )
             self.in_flight.pop(number, None)
             self.ready.pop(number, None)
@@ -139,10 +139,10 @@ class Rows(RuleBasedStateMachine):
         result = self.loop.run_until_complete(main())
         if self.complaints:
             raise self.complaints[0].get("exception") or AssertionError(self.complaints)
-        self.hear()
+        self.collect_results()
         return result
 
-    def hear(self) -> None:
+    def collect_results(self) -> None:
         "Look whether a batch or the end of a drain has come."
         if self.draining is not None and self.draining.done():
             task = self.draining
@@ -202,7 +202,7 @@ class Rows(RuleBasedStateMachine):
 
     def finished(self, number: int, outcome: str) -> None:
         version, end = self.in_flight[number]
-        if outcome in ("raises", "cancels itself"):  # and is given back
+        if outcome in ("raises", "cancels itself"):  # and is requeued
             end.cancel() if outcome == "cancels itself" else end.set_exception(Broken())
             self.broken = True
             return

@@ -42,7 +42,7 @@ def LENGTH(text):
     return float(sum(map(ord, text)) % 13)
 
 
-# a third of the groups are dead
+# a third of the groups have equal rewards
 def SOME(text, question):
     return LENGTH(text) if "?" in question else 1.0
 
@@ -133,13 +133,13 @@ SECOND_HALF = (
 )
 
 
-def check_books(loop, records=None):
-    "Every row that was taken is in exactly one record, in the step under way, or pending."
+def check_every_row_is_accounted_for(loop, records=None):
+    "Every row that was taken is in exactly one record, in the step in progress, or pending."
     records = list(loop.records) if records is None else records
-    under_way = (
+    of_this_step = (
         [p.number for p in loop.state.values["prompts"]] if "sample" in loop.state.values else []
     )
-    places = [*flat(records), *under_way, *loop.pending]
+    places = [*flat(records), *of_this_step, *loop.pending]
     assert sorted(places) == list(range(loop.intake.cursor.consumed))
     gate = loop.producer.gate
     assert gate.running == len(loop.producer.in_flight) * gate.completions_per_prompt
@@ -161,7 +161,7 @@ def check_records(records, rows, bound):
 
 
 async def nothing_left():
-    "No row is under way in this event loop, and what a sampler has begun for one ends by itself."
+    "No row is in flight in this event loop, and what a sampler has begun for one ends by itself."
     await turns()
     left = asyncio.all_tasks() - {asyncio.current_task()}
     assert {task.get_coro().__qualname__ for task in left} <= {"LocalSampler.run_scheduler"}
@@ -199,8 +199,8 @@ def rollouts(reward=SOME, delay=0.01, lost=0.0, before=None, segments=1, alone=F
     return make_rollout_fn
 
 
-class Doors:
-    "Rollouts that wait until their row is let go, and that are counted."
+class HeldRows:
+    "Rollouts that wait until their row is released, and that are counted."
 
     def __init__(self, closed=()):
         self.closed = {n: asyncio.Event() for n in closed}
@@ -235,7 +235,7 @@ def assert_same_training(ours, theirs, logprob_atol=1e-4):
     assert [r.step for r in ours] == [r.step for r in theirs]
     for a, b in zip(ours, theirs, strict=True):
         assert (a.trained, a.options) == (b.trained, b.options)
-        # the next rows are under way after the sync
+        # the next rows are in flight after the sync
         assert a.consumed - len(a.pending) == b.consumed - len(b.pending)
         assert (a.passes, a.updates, a.divided_by) == (b.passes, b.updates, b.divided_by)
         by_number = {g.number: g for g in a.groups}
@@ -284,7 +284,7 @@ def test_on_policy_and_synchronous_is_the_synchronous_loop(timing):
 
     ours, theirs, records = run(main())
     assert sum(r.trained for r in records[0]) >= 3
-    # some were dead
+    # some had equal rewards
     assert any(len(r.groups) > 3 for r in records[0])
     assert_same_training(*records, logprob_atol=1e-4 if timing == "straight" else 0.0)
     assert same(weights(ours), weights(theirs))
@@ -295,10 +295,10 @@ def test_on_policy_and_synchronous_is_the_synchronous_loop(timing):
 
 def test_lost_rows_at_the_end_of_the_data_do_not_end_the_run():
     async def main():
-        doors = Doors([6])
+        held_rows = HeldRows([6])
 
         def factory(setup):
-            rollout = rollouts(LENGTH, delay=0, before=doors)(setup)
+            rollout = rollouts(LENGTH, delay=0, before=held_rows)(setup)
 
             async def rollout_fn(sample_prompt, row_index, rollout_index):
                 sample = await rollout(sample_prompt, row_index, rollout_index)
@@ -307,10 +307,10 @@ def test_lost_rows_at_the_end_of_the_data_do_not_end_the_run():
             return rollout_fn
 
         loop = begin(factory, rows=7, keep=ALL, max_head_offpolicy_versions=2)
-        first = await loop.run(2, progress=False)  # two whole batches, and row 6 is still under way
+        first = await loop.run(2, progress=False)  # two whole batches, and row 6 is still in flight
         assert [r.trained for r in first] == [True, True]
         assert loop.pending == [6]
-        doors.open(6)
+        held_rows.open(6)
         [last] = await loop.run(progress=False)
         assert (last.trained, [g.number for g in last.groups]) == (False, [6])
         assert len(last.groups[0].dropped) == 4
@@ -320,13 +320,13 @@ def test_lost_rows_at_the_end_of_the_data_do_not_end_the_run():
 
 def test_rows_that_the_last_step_cannot_use_are_not_started():
     async def main():
-        doors = Doors()
+        held_rows = HeldRows()
         loop = begin(
-            rollouts(LENGTH, before=doors), keep=ALL, steps=2, max_head_offpolicy_versions=5
+            rollouts(LENGTH, before=held_rows), keep=ALL, steps=2, max_head_offpolicy_versions=5
         )
         records = await loop.run(progress=False)
         assert [r.step for r in records] == [1, 2]
-        assert sorted(doors.calls) == flat(records) == list(range(6))
+        assert sorted(held_rows.calls) == flat(records) == list(range(6))
         assert loop.done
         await nothing_left()
 
@@ -389,7 +389,7 @@ def test_a_trainer_that_fails_once_loses_nothing():
         trainer.optim_step = failing
         with pytest.raises(TimeoutError):
             await loop.run(progress=False)
-        check_books(loop)
+        check_every_row_is_accounted_for(loop)
         done = [*loop.records]
         done += await loop.run(progress=False)
         check_records(done, ROWS, 1)
@@ -409,7 +409,7 @@ def test_a_phase_that_is_run_again_loses_no_row(phase):
         if phase == "prompts":
             loop.prompts()
         await loop.sample()
-        check_books(loop)
+        check_every_row_is_accounted_for(loop)
         records = [await loop.step(), *await loop.run(progress=False)]
         check_records(records, 15, 1)
 
@@ -418,18 +418,18 @@ def test_a_phase_that_is_run_again_loses_no_row(phase):
 
 def test_pause_starts_nothing_and_resume_continues():
     async def main():
-        doors = Doors(range(ROWS))
+        held_rows = HeldRows(range(ROWS))
         loop = begin(
-            rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=1
+            rollouts(LENGTH, before=held_rows, delay=0), keep=ALL, max_head_offpolicy_versions=1
         )
         loop.prompts()
         await turns()
-        assert sorted(doors.calls) == [0, 1, 2, 3, 4, 5]
+        assert sorted(held_rows.calls) == [0, 1, 2, 3, 4, 5]
         await loop.pause()
-        doors.open(*range(ROWS))
-        record = await loop.step()  # what is under way is enough for a batch
+        held_rows.open(*range(ROWS))
+        record = await loop.step()  # what is in flight is enough for a batch
         await loop.pause(drain=True)
-        assert sorted(doors.calls) == [0, 1, 2, 3, 4, 5]
+        assert sorted(held_rows.calls) == [0, 1, 2, 3, 4, 5]
         assert (len(record.groups), len(loop.producer.ready), loop.producer.in_flight) == (3, 3, {})
         assert "no row is started: paused" in loop.place
         await loop.step()
@@ -446,7 +446,7 @@ def test_pause_starts_nothing_and_resume_continues():
 
 def test_closing_ends_a_step_that_waits():
     async def main():
-        loop = begin(rollouts(before=Doors([0]), delay=0), rows=6)
+        loop = begin(rollouts(before=HeldRows([0]), delay=0), rows=6)
         step = asyncio.ensure_future(loop.step())
         await turns()
         await loop.close()
@@ -467,7 +467,7 @@ def test_close_twice_and_continue():
         await turns(3)
         await loop.close()
         await nothing_left()
-        check_books(loop)
+        check_every_row_is_accounted_for(loop)
         await loop.close()
         check_records([first, *await loop.run(progress=False)], ROWS, 2)
 
@@ -498,7 +498,7 @@ def test_undo_and_the_same_batch_again_gives_the_same_weights():
         assert loop.producer.gate.accepted == 12 + 4 * (
             len(live(second)) + len(loop.producer.ready)
         )
-        check_books(loop)
+        check_every_row_is_accounted_for(loop)
         again = await loop.step()
         assert same(after, weights(loop))
         assert numbers([again]) == numbers([second])
@@ -513,9 +513,9 @@ def test_undo_and_the_same_batch_again_gives_the_same_weights():
 
 def test_rows_of_weights_that_are_gone_are_sampled_again_and_older_ones_stay():
     async def main():
-        doors = Doors([5])
+        held_rows = HeldRows([5])
         loop = begin(
-            rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=2
+            rollouts(LENGTH, before=held_rows, delay=0), keep=ALL, max_head_offpolicy_versions=2
         )
         await loop.step()
         loop.prompts()
@@ -524,15 +524,15 @@ def test_rows_of_weights_that_are_gone_are_sampled_again_and_older_ones_stay():
         newer = {r.number for r in loop.producer.ready if r.version == 1}
         older = {r.number for r in loop.producer.ready if r.version == 0}
         assert (len(newer), len(older), set(loop.producer.in_flight)) == (3, 5, {5})
-        calls = doors.calls.copy()
+        calls = held_rows.calls.copy()
         await loop.undo()
         assert {r.number for r in loop.producer.ready} == older
         assert set(loop.producer.in_flight) == {5}
         assert {*loop.intake.upcoming(len(newer))} == newer
-        check_books(loop)
-        doors.open(5)
+        check_every_row_is_accounted_for(loop)
+        held_rows.open(5)
         check_records([await loop.step(), *await loop.run(progress=False)], ROWS, 2)
-        again = {n for n in doors.calls if doors.calls[n] > 4}
+        again = {n for n in held_rows.calls if held_rows.calls[n] > 4}
         assert again == newer
         assert all(calls[n] == 4 for n in older)
 
@@ -542,18 +542,18 @@ def test_rows_of_weights_that_are_gone_are_sampled_again_and_older_ones_stay():
 # --- branches ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_branch_waits_until_nothing_is_under_way():
+def test_a_branch_waits_until_nothing_is_in_flight():
     async def main():
-        doors = Doors([4])
+        held_rows = HeldRows([4])
         loop = begin(
-            rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=1
+            rollouts(LENGTH, before=held_rows, delay=0), keep=ALL, max_head_offpolicy_versions=1
         )
         await loop.step()
         with pytest.raises(
             PhaseError, match=r"branch: got \d rows? in flight; .*pause\(drain=True\)"
         ):
             await loop.branch(learning_rate=1e-4)
-        doors.open(4)
+        held_rows.open(4)
         await loop.pause(drain=True)
         branch = await loop.branch(learning_rate=1e-4)
         loop.resume()

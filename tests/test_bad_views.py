@@ -110,13 +110,15 @@ def hole_in_policy() -> StepRecord:
 def series_of(name: str, bad: float, everywhere: bool) -> StepRecord:
     "A series of the datums with a value that is no number, once or everywhere."
 
-    def spoil(d: Datum) -> Datum:
+    def with_bad_values(d: Datum) -> Datum:
         values = np.array(getattr(d, name))
         values[d.active if everywhere else first_target(d)] = bad
         return replace(d, **{name: values})
 
     record = good("8 groups")
-    datums = [spoil(d) if everywhere or i == 0 else d for i, d in enumerate(record.datums)]
+    datums = [
+        with_bad_values(d) if everywhere or i == 0 else d for i, d in enumerate(record.datums)
+    ]
     return replace(record, datums=datums)
 
 

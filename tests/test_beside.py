@@ -28,8 +28,8 @@ TITLES = (
 )
 
 
-class Door:
-    "Rollouts that answer while it is open."
+class HeldRollouts:
+    "Rollouts that return while it is open."
 
     def __init__(self):
         self.open = asyncio.Event()
@@ -51,7 +51,7 @@ class Door:
         )
 
 
-def loop_of(door, rows=48, **settings):
+def loop_of(held, rows=48, **settings):
     "A loop with two rows in a batch."
     small = {
         "prompt_groups_per_step": 2,
@@ -62,28 +62,28 @@ def loop_of(door, rows=48, **settings):
     cfg = Config(recipe="async_rl_loop", **small | {"max_head_offpolicy_versions": 1} | settings)
 
     async def rollout(sample_prompt):
-        return await door(sample_prompt)
+        return await held(sample_prompt)
 
     return AsyncGRPOLoop(open_local(*load_model("tiny")), toy_rows(rows), rollout, cfg)
 
 
-async def waiting_for_a_batch(dashboard, door):
-    "Play until the door holds a batch up."
-    door.open.clear()
+async def play_until_a_batch_waits(dashboard, held):
+    "Play until the rollouts of a batch wait."
+    held.open.clear()
     press(dashboard, "play")
     await until(lambda: dashboard.loop.running == "sample" and rows_in_flight(dashboard.loop))
 
 
 def test_a_pause_holds_admission_at_once_and_play_continues():
     async def main():
-        door = Door()
-        dashboard = Dashboard(loop := loop_of(door))
-        await waiting_for_a_batch(dashboard, door)
+        held = HeldRollouts()
+        dashboard = Dashboard(loop := loop_of(held))
+        await play_until_a_batch_waits(dashboard, held)
         consumed = loop.cursor.consumed
         in_flight = rows_in_flight(loop)
         press(dashboard, "pause")
         assert loop.producer.held == PAUSED
-        door.open.set()
+        held.open.set()
         await until(lambda: not dashboard.doing)
         assert "no row is started: paused" in dashboard.screen.head.value
         await until(lambda: not rows_in_flight(loop))  # they finish, and wait
@@ -102,12 +102,12 @@ def test_a_pause_holds_admission_at_once_and_play_continues():
 
 def test_a_batch_that_a_pause_keeps_from_being_complete_is_no_error():
     async def main():
-        door = Door()
+        held = HeldRollouts()
         # one row at a time
-        dashboard = Dashboard(loop := loop_of(door, max_concurrency_rollout_sample=2))
-        await waiting_for_a_batch(dashboard, door)
+        dashboard = Dashboard(loop := loop_of(held, max_concurrency_rollout_sample=2))
+        await play_until_a_batch_waits(dashboard, held)
         press(dashboard, "pause")
-        door.open.set()
+        held.open.set()
         await until(lambda: not dashboard.doing)
         assert (loop.state.current, len(loop.producer.ready), dashboard.error) == (
             "sample",
@@ -123,20 +123,20 @@ def test_a_batch_that_a_pause_keeps_from_being_complete_is_no_error():
 
 def test_a_drain_waits_for_rows_and_a_stop_ends_the_wait():
     async def main():
-        door = Door()
-        dashboard = Dashboard(loop := loop_of(door))
+        held = HeldRollouts()
+        dashboard = Dashboard(loop := loop_of(held))
         assert refusal(dashboard, "drain") == "No row is in flight."
         with pytest.raises(PhaseError, match="No row is in flight"):
             await dashboard.drain()
-        await waiting_for_a_batch(dashboard, door)
+        await play_until_a_batch_waits(dashboard, held)
         assert {"pause", "drain", "stop"} == enabled(dashboard)
         press(dashboard, "drain")
         assert refusal(dashboard, "drain") == "Busy: drain."
-        door.open.set()
+        held.open.set()
         await until(lambda: not dashboard.doing)
         assert (rows_in_flight(loop), dashboard.error, loop.producer.held) == (0, None, PAUSED)
 
-        door.open.clear()
+        held.open.clear()
         while not rows_in_flight(loop):  # rows that are ready are trained first
             await dashboard.step()
         press(dashboard, "drain")  # at rest, with rows in flight
@@ -147,7 +147,7 @@ def test_a_drain_waits_for_rows_and_a_stop_ends_the_wait():
         assert not dashboard.doing
         assert rows_in_flight(loop) > 0
         assert loop.producer.held == PAUSED
-        door.open.set()
+        held.open.set()
         await loop.close()
 
     run(main())
@@ -155,12 +155,12 @@ def test_a_drain_waits_for_rows_and_a_stop_ends_the_wait():
 
 def test_a_stop_lets_rows_finish_and_starts_none():
     async def main():
-        door = Door()
-        dashboard = Dashboard(loop := loop_of(door))
-        await waiting_for_a_batch(dashboard, door)
+        held = HeldRollouts()
+        dashboard = Dashboard(loop := loop_of(held))
+        await play_until_a_batch_waits(dashboard, held)
         press(dashboard, "stop")
         consumed = loop.cursor.consumed
-        door.open.set()
+        held.open.set()
         await until(lambda: not dashboard.doing and not rows_in_flight(loop))
         assert (loop.producer.held, loop.cursor.consumed, loop.stop_requested) == (
             AT_REST,

@@ -93,11 +93,11 @@ def begin(backend: Backend, kind: str) -> GRPOLoop:
     return cls(backend, rows, REWARD, cfg, dynamic_filter_fn=lambda group: True)
 
 
-# --- a coroutine that is struck --------------------------------------------------------------------------------------
+# --- a coroutine that is cancelled -----------------------------------------------------------------------------------
 
 
 @dataclass
-class Struck:
+class CancelledAt:
     "Awaits a coroutine, and cancels the task at its k-th suspension: at once, or when what it waits for is done."
 
     work: Coroutine[Any, Any, Any]
@@ -187,24 +187,24 @@ class Baseline:
         assert loop.policy_version == self.backend.sampler.policy_version  # type: ignore[attr-defined]
         assert loop.weights.sampler.is_current
 
-    async def strike(self, work: Coroutine[Any, Any, Any], at: int, late: bool) -> None:
+    async def cancel_at(self, work: Coroutine[Any, Any, Any], at: int, late: bool) -> None:
         "Cancel a call at its k-th suspension, if it has k."
-        blow = Struck(work, at, late)
+        call = CancelledAt(work, at, late)
 
         async def body() -> Any:
-            return await blow
+            return await call
 
         task = asyncio.ensure_future(body())
         await asyncio.wait([task], timeout=60)
-        self.reached |= blow.waits >= at
+        self.reached |= call.waits >= at
         assert task.done(), "wedged"
         if not task.cancelled():
             task.result()
 
 
-async def cancel_step(baseline: Baseline, loop: GRPOLoop, *blow: Any) -> None:
+async def cancel_step(baseline: Baseline, loop: GRPOLoop, *point: Any) -> None:
     "A step, the step after it, and back."
-    await baseline.strike(loop.step(), *blow)
+    await baseline.cancel_at(loop.step(), *point)
     if not loop.records:
         await loop.step()
     baseline.check(loop, 1)
@@ -216,10 +216,10 @@ async def cancel_step(baseline: Baseline, loop: GRPOLoop, *blow: Any) -> None:
     baseline.check(loop, 2)
 
 
-async def cancel_step_and_undo(baseline: Baseline, loop: GRPOLoop, *blow: Any) -> None:
-    "A step is taken back, wherever it was struck."
+async def cancel_step_and_undo(baseline: Baseline, loop: GRPOLoop, *point: Any) -> None:
+    "A step is taken back, wherever it was cancelled."
     await loop.step()
-    await baseline.strike(loop.step(), *blow)
+    await baseline.cancel_at(loop.step(), *point)
     if loop.state.number == 3 or loop.state.updated:
         await loop.undo()
         baseline.check(loop, 1)
@@ -228,11 +228,11 @@ async def cancel_step_and_undo(baseline: Baseline, loop: GRPOLoop, *blow: Any) -
     baseline.check(loop, 3)
 
 
-async def cancel_undo(baseline: Baseline, loop: GRPOLoop, *blow: Any) -> None:
-    "Taking back a step is struck."
+async def cancel_undo(baseline: Baseline, loop: GRPOLoop, *point: Any) -> None:
+    "Taking back a step is cancelled."
     await loop.step()
     await loop.step()
-    await baseline.strike(loop.undo(), *blow)
+    await baseline.cancel_at(loop.undo(), *point)
     if loop.state.number == 3:
         await loop.undo()
     baseline.check(loop, 1)

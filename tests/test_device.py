@@ -22,7 +22,7 @@ __all__ = ["one_thread"]
 
 def test_a_decode_step_waits_only_where_it_is_looked_at():
     steps = 16
-    with Pretend() as books:
+    with Pretend() as counts:
         causal = open_model(tiny_model(eos=None).to(DEVICE), routes=("fast",))
         engine = Engine(causal, eos_token_ids=frozenset())
         for n in (3, 2):
@@ -30,12 +30,12 @@ def test_a_decode_step_waits_only_where_it_is_looked_at():
                 [1, 2, 3, 4, 5], SampleParams(n=n, max_tokens=100, temperature=n / 4, top_k=20)
             )
         engine.run_steps(1)
-        books.forget()
+        counts.forget()
         engine.run_steps(steps)
     assert len(engine.rows[0].tokens) >= steps
-    assert (books.reads, books.uploads.total(), books.strays.total()) == ({"emit": steps}, 0, 0)
-    assert books.sent.total() == 1  # more uniform numbers; the rest follows from the step before
-    print(f"the host waits {books.waits / steps:g} times a decode step")
+    assert (counts.reads, counts.uploads.total(), counts.strays.total()) == ({"emit": steps}, 0, 0)
+    assert counts.sent.total() == 1  # more uniform numbers; the rest follows from the step before
+    print(f"the host waits {counts.waits / steps:g} times a decode step")
 
 
 # --- the whole backend -------------------------------------------------------------------------------------------
@@ -61,11 +61,11 @@ def test_a_step_of_the_backend_stays_on_its_device(monkeypatch):
     datums = group_datums()
     result = {}
 
-    async def step(books: Pretend) -> None:
+    async def step(counts: Pretend) -> None:
         def note(phase: str) -> None:
-            result[phase] = books.waits
-            assert not books.uploads, (phase, books.uploads)
-            books.forget()
+            result[phase] = counts.waits
+            assert not counts.uploads, (phase, counts.uploads)
+            counts.forget()
 
         backend = open_local(
             tiny_model(),
@@ -73,8 +73,8 @@ def test_a_step_of_the_backend_stays_on_its_device(monkeypatch):
             device=DEVICE,
             inline=True,
         )
-        assert not books.strays
-        books.forget()
+        assert not counts.strays
+        counts.forget()
         await backend.sampler.sample([1, 2, 3], SampleParams(n=4, max_tokens=9))
         note("sampling")
         await backend.sampler.logprobs(datums[0].tokens)
@@ -91,12 +91,12 @@ def test_a_step_of_the_backend_stays_on_its_device(monkeypatch):
         note("sync")
         await backend.policy.load_state(state)
         await backend.policy.sample_gradients(datums, [d.active.astype(float) for d in datums])
-        assert not books.strays
+        assert not counts.strays
         await backend.close()
 
-    with Pretend() as books:
-        asyncio.run(step(books))
-    assert not books.strays
+    with Pretend() as counts:
+        asyncio.run(step(counts))
+    assert not counts.strays
     assert result["sampling"] <= 9 + 1  # a look at the tokens of each step
     batches = 1
     # one read back, and transformers looks once at the positions of a pass

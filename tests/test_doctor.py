@@ -343,17 +343,17 @@ def test_a_secret_cut_or_temperature_is_named_where_the_samples_show_it(
 
 
 def test_chance_has_the_odds_that_are_claimed() -> None:
-    "No sample from the very law that is claimed looks like another temperature or like a cut, whatever the law."
+    "No sample from the claimed distribution looks like another temperature or like a cut, whatever the distribution."
     rng = np.random.default_rng(0)
     tail = np.arange(1, 5001) ** -1.0
-    laws = [np.exp(rng.normal(0, width, 264)) for width in (0.1, 1, 2, 4)]
-    laws += [tail, np.r_[tail.sum(), tail], np.r_[0.55, 0.45, np.full(30, 1e-6)]]
+    distributions = [np.exp(rng.normal(0, width, 264)) for width in (0.1, 1, 2, 4)]
+    distributions += [tail, np.r_[tail.sum(), tail], np.r_[0.55, 0.45, np.full(30, 1e-6)]]
     datum = Datum(np.arange(3), np.array([0.0, 1.0]))
-    for law in (weights / weights.sum() for weights in laws):
+    for distribution in (weights / weights.sum() for weights in distributions):
         for _ in range(200 if SLOW else 4):
-            halves = rng.multinomial(128, law, size=(8, 2))
+            halves = rng.multinomial(128, distribution, size=(8, 2))
             ids = [np.flatnonzero(h.sum(axis=0)) for h in halves]
             places = zip(ids, halves, strict=True)
-            sampled = [Resample(0, k, np.log(law[k]), h[:, k]) for k, h in places]
+            sampled = [Resample(0, k, np.log(distribution[k]), h[:, k]) for k, h in places]
             e = Evidence((datum,), (np.zeros(2),), (np.zeros(2),), resamples=tuple(sampled))
             assert max(gain for gain, _ in resample_gains(e).values()) < MIN_GAIN

@@ -203,7 +203,7 @@ def test_seeds_and_indices_differ_and_none_is_entropy():
     ids=str,
 )
 def test_min_p_and_penalty_are_those_of_transformers(settings_):
-    "Every token's law, from the processors of transformers' own `generate`, in a batch with plain rows."
+    "Every token's distribution, from the processors of transformers' own `generate`, in a batch with plain rows."
     model = tiny_model(vocab=40, eos=None, scale=3)
     p = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     engine = Engine(open_model(model), eos_token_ids=frozenset(), max_batch=5)
@@ -229,9 +229,9 @@ def test_min_p_and_penalty_are_those_of_transformers(settings_):
         with torch.no_grad():
             logits = model(ids).logits[0]
         for i in range(c.prompt_len, len(ids[0])):
-            law = judges(ids[:, :i], logits[i - 1][None].clone()).log_softmax(-1)[0]
-            cut += int((law == -torch.inf).sum())
-            want.append(float(law[ids[0, i]]))
+            expected_logprobs = judges(ids[:, :i], logits[i - 1][None].clone()).log_softmax(-1)[0]
+            cut += int((expected_logprobs == -torch.inf).sum())
+            want.append(float(expected_logprobs[ids[0, i]]))
             raw.append(float(logits[i - 1].log_softmax(-1)[ids[0, i]]))
         # finite, so no token that is cut off was sampled
         assert np.abs(c.sampling_logprobs - want).max() < 1e-4

@@ -1,4 +1,4 @@
-"Fireworks' own SDK against the emulator: setting up, giving back, learning, sampling, syncing."
+"Fireworks' own SDK against the emulator: setting up, releasing, learning, sampling, syncing."
 
 import asyncio
 import dataclasses
@@ -794,12 +794,12 @@ def test_a_bare_name_is_a_state_of_the_job_itself_and_the_step_offset_counts(sit
         async with await open_fireworks(cfg, key=key, **QUICK) as backend:
             assert backend.infra.policy_job_id == job
             assert np.abs(await scores(backend, toy(backend)) - want).max() < 1e-6
-            heard = {
+            callbacks = {
                 "say": lines.append,
                 "progress": False,
                 "on_record": [lambda r: steps.append(r.step)],
             }
-            return await rl_loop.train(cfg, backend=backend, rows=toy_rows(8), **heard)
+            return await rl_loop.train(cfg, backend=backend, rows=toy_rows(8), **callbacks)
 
     assert asyncio.run(second(site.key)).steps == 2
     assert steps == [11, 12]

@@ -21,8 +21,8 @@ from golden_adapters import Case, Outcome, find_adapter, read_cases
 
 from rl_notebook.core import losses
 
-OWN = Path(__file__).parent / "golden"
-FOLDER = Path(os.environ.get("GOLDEN_DIR") or OWN)
+GOLDEN = Path(__file__).parent / "golden"
+FOLDER = Path(os.environ.get("GOLDEN_DIR") or GOLDEN)
 FILES = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 UNCOVERED = [stem for stem in FILES if find_adapter(stem) is None]
 CASES = [
@@ -52,13 +52,15 @@ def test_recorded_case(case: Case, recorded_outcomes: dict[str, list[Outcome]]) 
     recorded_outcomes[case.file].append(find_adapter(case.file)(case))
 
 
-@pytest.mark.skipif(FOLDER != OWN, reason="other folders may hold files without an adapter")
+@pytest.mark.skipif(FOLDER != GOLDEN, reason="other folders may hold files without an adapter")
 def test_every_file_of_ours_has_an_adapter() -> None:
     assert FILES
     assert UNCOVERED == []
 
 
-@pytest.mark.skipif(FOLDER != OWN, reason="other cases may have been recorded with other defaults")
+@pytest.mark.skipif(
+    FOLDER != GOLDEN, reason="other cases may have been recorded with other defaults"
+)
 @pytest.mark.parametrize(
     "stem", [s for s in FILES if fnmatch(s, "loss_*__HEAD") or s == "trl_sapo"]
 )

@@ -1,6 +1,6 @@
-"""Run folders that are damaged, half copied or made to harm: each costs its own step, by name, and ends soon.
+"""Run folders that are damaged, half copied or made to harm: each costs one step, by name, and ends soon.
 
-A folder has three steps; one file of the middle one is spoilt, and the command line looks at all of it.
+A folder has three steps; one file of the middle one is damaged, and the command line looks at all of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:step . is left out")
 
 
 def bundles(place: Path) -> Path:
-    "Three steps as bundles with npz; the file of the second is given back."
+    "Three steps as bundles with npz; returns the file of the second."
     record = Run.open(FOREIGN / "slime").record(0)
     for step in (1, 2, 3):
         file = replace(record, step=step).save_bundle(place).with_suffix(".safetensors")
@@ -125,11 +125,11 @@ def bad_footer(file: Path) -> None:
 
 
 def changed(**arrays: Callable[[dict[str, np.ndarray]], np.ndarray]) -> Callable[[Path], None]:
-    def spoil(file: Path) -> None:
+    def damage(file: Path) -> None:
         result = read_arrays(file)
         np.savez(file, **{**result, **{name: change(result) for name, change in arrays.items()}})
 
-    return spoil
+    return damage
 
 
 def no_numbers(file: Path) -> None:
@@ -137,10 +137,10 @@ def no_numbers(file: Path) -> None:
 
 
 def saved(change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    def spoil(file: Path) -> None:
+    def damage(file: Path) -> None:
         torch.save(change(torch.load(file, weights_only=True)), file)
 
-    return spoil
+    return damage
 
 
 def shared(saved_value: dict[str, Any]) -> dict[str, Any]:
@@ -204,8 +204,8 @@ CASES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], None]]] = {
 def test_a_damaged_step_costs_that_step(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make, spoil = CASES[case]
-    spoil(make(tmp_path))
+    make, damage = CASES[case]
+    damage(make(tmp_path))
     began = time.process_time()
     run = Run.open(tmp_path)
     readable = []

@@ -615,7 +615,7 @@ def shorter(t):
     return t.reshape(-1)[:-1].clone()
 
 
-SPOILED = {  # how a tensor of a saved state is spoiled, and what the message says of it
+DAMAGED = {  # how a tensor of a saved state is damaged, and what the message says of it
     "short moment": (
         "adam/exp_avg/model.norm.weight",
         shorter,
@@ -634,17 +634,17 @@ SPOILED = {  # how a tensor of a saved state is spoiled, and what the message sa
 }
 
 
-@pytest.mark.parametrize("options", SPOILED)
-def test_a_saved_tensor_of_the_wrong_shape_is_rejected_before_it_is_used(options, tmp_path):
-    name, spoil, message = SPOILED[options]
+@pytest.mark.parametrize("damage_kind", DAMAGED)
+def test_a_saved_tensor_of_the_wrong_shape_is_rejected_before_it_is_used(damage_kind, tmp_path):
+    name, damage, message = DAMAGED[damage_kind]
     backend = backend_of(reference=False)
     datums = random_datums(1, 4)
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
     run(backend.policy.optim_step(ADAM))
     path = run(backend.policy.save_state(str(tmp_path / "s")))
     tensors = load_file(tmp_path / "s" / "state.safetensors")
-    spoiled = spoil(tensors.pop(name, torch.zeros(1))).contiguous()
-    save_file(tensors | {name: spoiled}, tmp_path / "s" / "state.safetensors")
+    damaged = damage(tensors.pop(name, torch.zeros(1))).contiguous()
+    save_file(tensors | {name: damaged}, tmp_path / "s" / "state.safetensors")
     before = captured(backend)
     with pytest.raises(RecordError, match=f"saved tensor {name}.*{message}"):
         run(backend.policy.load_state(path))
@@ -723,13 +723,13 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_share(options, sampling, f
         assert c.tokens.max() < size
         whole = [65, 66, 67, *c.tokens.tolist()]
         with torch.no_grad():
-            law = (
+            expected_logits = (
                 logits(input_ids=torch.tensor([whole]))
                 .logits[0, :-1, :size]
                 .double()
                 .log_softmax(-1)
             )
-        want = law[torch.arange(len(whole) - 1), torch.tensor(whole[1:])].numpy()
+        want = expected_logits[torch.arange(len(whole) - 1), torch.tensor(whole[1:])].numpy()
         np.testing.assert_allclose(c.logprobs, want[2:], atol=1e-5)
         np.testing.assert_allclose(
             asyncio.run(backend.sampler.logprobs(whole)).values, want, atol=1e-5
@@ -742,13 +742,13 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_share(options, sampling, f
     hot = sampling.get("temperature", 1.0)
     for datum, policy, reference in zip(datums, *forward, strict=True):
         with torch.no_grad():
-            law = (
+            expected_logits = (
                 logits(input_ids=torch.tensor([datum.tokens.tolist()]))
                 .logits[0, :-1, :size]
                 .double()
                 / hot
             )
-        want = law.log_softmax(-1)[
+        want = expected_logits.log_softmax(-1)[
             torch.arange(len(datum.tokens) - 1), torch.tensor(datum.tokens[1:])
         ].numpy()[2:]
         np.testing.assert_allclose(policy.values[2:], want, atol=1e-5)

@@ -402,19 +402,19 @@ def test_a_reward_that_is_late_drops_its_sample_with_the_reason():
 @pytest.mark.parametrize("plain", [True, False])
 def test_an_interrupt_ends_the_wait_for_a_reward(plain):
     never = threading.Event()
-    struck = []
+    calls = []
 
-    def strike():
-        struck.append(1)
-        if len(struck) == 1:
+    def interrupt_once():
+        calls.append(1)
+        if len(calls) == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
     async def judge(text):
-        strike()
+        interrupt_once()
         await asyncio.Event().wait()
 
     def blocks(text):
-        strike()
+        interrupt_once()
         never.wait()
 
     loop = make_loop(reward=blocks if plain else judge)

@@ -246,7 +246,7 @@ def test_a_folder_that_leads_elsewhere_is_not_gone_on_with_unless_it_is_trusted(
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
     if name != ".lock":  # which is never followed
         assert RunFolder.resume(sent, Run.open(sent).config, trust=True).steps == [1, 2, 3]
-        RunFolder.resume(sent, Run.open(sent).config).release()  # one's own from here on
+        RunFolder.resume(sent, Run.open(sent).config).release()  # trusted from here on
 
 
 def test_a_pipe_in_the_place_of_a_file_is_rejected_before_it_is_waited_for(sent):

@@ -789,7 +789,7 @@ def test_a_request_that_waited_while_the_server_restarted_is_not_sampled_from_it
                 backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=6, seed=5))
             )
             async with asyncio.timeout(60):
-                while not wire.limit.waiting:  # one request is under way, the other in line
+                while not wire.limit.waiting:  # one request is in flight, the other waits
                     await asyncio.sleep(0.005)
             # the connection breaks, and another process is at the address
             wire.root = urls[1]

@@ -801,7 +801,7 @@ def test_a_run_that_was_started_here_is_known_by_its_path_and_its_beginning(
         text + "\n",
         text.replace("seed: 0", "seed: 1"),
     )
-    # what is edited by hand stays one's own; a name that is new in it does not
+    # what is edited by hand stays trusted; a name that is new in it does not
     for edited in edits:
         (custom_run / "config.yaml").write_text(edited)
         assert is_rejected(custom_run) == ("os:system" in edited)

@@ -233,15 +233,17 @@ def test_a_backend_that_is_passed_stays_open():
 
 
 def test_records_go_to_every_listener(tmp_path):
-    heard: list[StepRecord] = []
+    records: list[StepRecord] = []
     lines: list[str] = []
     cfg = Config(**SMALL_RUN, log_path=str(tmp_path / "run"))
-    result = main(cfg, problem=toy(), on_record=[heard.append], say=lines.append, progress=False)
-    assert [record.step for record in heard] == [1, 2, 3, 4]
-    assert all(line.startswith(record.verdict) for line, record in zip(lines, heard, strict=False))
+    result = main(cfg, problem=toy(), on_record=[records.append], say=lines.append, progress=False)
+    assert [record.step for record in records] == [1, 2, 3, 4]
+    assert all(
+        line.startswith(record.verdict) for line, record in zip(lines, records, strict=False)
+    )
     assert result.run is not None
     assert [
-        record.metrics == stored.metrics for record, stored in zip(heard, result.run, strict=True)
+        record.metrics == stored.metrics for record, stored in zip(records, result.run, strict=True)
     ] == [True] * 4
     assert result.run.checkpoints == [4]  # the trained policy is always kept
     assert (result.reward_before, result.reward_after, result.stopped) == (None, None, False)
@@ -306,14 +308,19 @@ def test_weights_that_were_spoiled_between_steps_are_not_saved(tmp_path):
     backend = open_local(*load_model("tiny"))
     lines = []
 
-    def spoil(record: StepRecord) -> None:
+    def set_nan(record: StepRecord) -> None:
         if record.step == 3:
             next(iter(backend.policy.state.params.values())).data[0] = torch.nan  # type: ignore[attr-defined]
 
     cfg = Config(**SMALL_RUN, log_path=str(tmp_path / "run"), dcp_save_interval=2)
     with pytest.raises(RLNotebookError, match=r"(?i)nan"):
         main(
-            cfg, problem=toy(), backend=backend, on_record=[spoil], say=lines.append, progress=False
+            cfg,
+            problem=toy(),
+            backend=backend,
+            on_record=[set_nan],
+            say=lines.append,
+            progress=False,
         )
     assert RunFolder.open(tmp_path / "run").checkpoints == [2]
     assert any(

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Sending full weights (instead|again):UserWarning"),
 ]
 
-# Each strikes at a place that a seed decides. Where a path is named, the place lies among the requests that hurt most
+# Each is injected at a place that a seed decides. Where a path is named, the place lies among the requests that hurt most
 # there: an update that was executed and not answered, a gradient that went with a restart between pass and step.
 EVERYWHERE = (
     Fault("drop_before", 0.01, times=3),
@@ -95,7 +95,7 @@ class Ended:
     outcome: Outcome
     failed_openings: list[str]  # openings that failed
     faults: Counter[str]
-    struck: list[tuple[str, str]]
+    injected: list[tuple[str, str]]
     seconds: float
 
 
@@ -174,7 +174,7 @@ def test_every_kind_of_fault_happened(plan: Plan, calm: Ended, stormy: Ended) ->
     assert set(stormy.faults) == plan.kinds
     assert calm.outcome.reconnects == 0
     assert stormy.outcome.reconnects >= 1
-    hit = {(kind, where.rsplit("/", 1)[1]) for kind, where in stormy.struck}
+    hit = {(kind, where.rsplit("/", 1)[1]) for kind, where in stormy.injected}
     assert {
         ("drop_after", "optim_step"),
         ("drop_after", "forward_backward"),

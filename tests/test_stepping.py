@@ -1,4 +1,4 @@
-"What one sees while stepping: why a run ended, who has the loop, what was changed, and the step under way."
+"What one sees while stepping: why a run ended, who has the loop, what was changed, and the step in progress."
 
 import asyncio
 import signal
@@ -482,7 +482,7 @@ def test_a_resumed_run_continues_with_the_changed_settings(tmp_path):
     )
 
 
-# --- the step under way -------------------------------------------------------------------------------------------
+# --- the step in progress -----------------------------------------------------------------------------------------
 
 
 def shown_in(dashboard):

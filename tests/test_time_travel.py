@@ -60,7 +60,7 @@ def assert_equal(ours, theirs, rel=0.0):
     assert different == {}
 
 
-# --- the phase under way --------------------------------------------------------------------------------------------
+# --- the phase in progress ------------------------------------------------------------------------------------------
 
 
 BREAKS = {  # phase: (owner of the method that fails, its name)

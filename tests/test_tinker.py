@@ -86,14 +86,14 @@ async def played(operations, faults=(), **options):
     "Weights, logprobs, versions and metrics at the end of a script."
     service = Service(faults)
     paths = []
-    seen = []
+    metrics = []
     t = trainer_of(service, attempts=len(dict(faults)) + 2, **options)
     await t.open()
     for name, *what in operations:
         if name in ("backward", "train"):
             await t.forward_backward_custom(DATUMS[what[0] :], reinforce)
         if name == "train":
-            seen.append(await t.optim_step(ADAM, grad_accumulation_normalization=what[1]))
+            metrics.append(await t.optim_step(ADAM, grad_accumulation_normalization=what[1]))
         elif name == "save":
             paths.append(await t.save_state(*what))
         elif name.startswith("load") and paths:
@@ -114,7 +114,7 @@ async def played(operations, faults=(), **options):
         t.link.client.table,
         scores,
         (t.versions.current, t.versions.published, len(t.pending)),
-        seen,
+        metrics,
         t,
     )
 
@@ -123,12 +123,12 @@ async def played(operations, faults=(), **options):
 @given(SCRIPTS, FAULTS)
 def test_faults_at_any_request_leave_the_same_weights(operations, faults):
     without = [("discard",) if name == "refused" else (name, *what) for name, *what in operations]
-    table, scores, books, seen, _ = run(played(without))
-    table_, scores_, books_, seen_, _ = run(played(operations, faults))
+    table, scores, versions, metrics, _ = run(played(without))
+    table_, scores_, versions_, metrics_, _ = run(played(operations, faults))
     assert np.array_equal(table, table_)
     assert np.array_equal(scores, scores_, equal_nan=True)
-    assert books == books_
-    assert seen == seen_
+    assert versions == versions_
+    assert metrics == metrics_
 
 
 @settings(max_examples=25)
@@ -318,7 +318,7 @@ def test_names_of_states_carry_the_version(name, current, published, number):
 
 def test_versions_are_counted_as_locally():
     async def counted(policy, sync):
-        seen = []
+        metrics = []
         paths = []
 
         def versions():
@@ -347,8 +347,8 @@ def test_versions_are_counted_as_locally():
                 sync(policy)
             else:
                 await policy.load_state(paths[int(which)], optimizer=kind == "load")
-            seen.append((name, versions()))
-        return seen
+            metrics.append((name, versions()))
+        return metrics
 
     async def test():
         async with open_local(tiny_model(), byte_tokenizer()) as local:

@@ -15,7 +15,7 @@ from rl_notebook.experiments.whatif import RECORDED, FrozenBatch, flat, what_if
 
 GOLDEN = json.loads((Path(__file__).parent / "golden/trainers/cases.json").read_text())
 WIDTH = GOLDEN["width"]
-OWN: dict[str, dict[str, Any]] = {  # what a step may have been trained with
+STEP_OPTIONS: dict[str, dict[str, Any]] = {  # what a step may have been trained with
     "defaults": {},
     "dapo": {
         "policy_loss": "dapo",
@@ -99,7 +99,7 @@ def difference(
 def test_a_preset_is_the_loss_of_its_trainer(trainer: str) -> None:
     cases = [c for c in GOLDEN["cases"] if c["trainer"] == trainer]
     results = []
-    variants = [*OWN.values()]
+    variants = [*STEP_OPTIONS.values()]
     for i, case in enumerate(cases):
         results += [difference(case, number, {}) for number in range(len(case["loss"]))]
         results += [

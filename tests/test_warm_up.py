@@ -29,7 +29,7 @@ QUESTIONS = {
     "What is 40+32?": "It is #### 72",
 }
 ROWS = [{"question": q, "completion": a} for q, a in QUESTIONS.items()]
-OWN = {
+IGNORED_SETTINGS = {
     "tis": "token",
     "kl_beta": 0.5,
     "aggregation": "sequence_mean",
@@ -40,7 +40,9 @@ OWN = {
 
 def test_loss_and_gradient_are_those_of_transformers():
     async def ours():
-        loop = make_loop(make_loss=lambda *_: None, **OWN)  # of which the warm-up reads nothing
+        loop = make_loop(
+            make_loss=lambda *_: None, **IGNORED_SETTINGS
+        )  # of which the warm-up reads nothing
         record = (await loop.warm_up(ROWS, 1))[0]
         await loop.undo(to="backward")
         await loop.backward()
@@ -65,7 +67,7 @@ def test_loss_and_gradient_are_those_of_transformers():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("settings", [{}, {"ppo_n_minibatches": 2, **OWN}])
+@pytest.mark.parametrize("settings", [{}, {"ppo_n_minibatches": 2, **IGNORED_SETTINGS}])
 def test_its_steps_are_steps_of_the_run(settings, tmp_path):
     async def main():
         loop = make_loop(keep_undo=5, **settings)
@@ -139,7 +141,7 @@ def test_the_advantage_is_teacher_minus_sampler(settings, tmp_path):
         loop.outputs.append(folder.add)
         begun = weights(loop)
         record = await loop.step()
-        # dead ones, too
+        # those with equal rewards, too
         assert {d.group for d in record.datums} == {g.index for g in record.groups}
         model = other()[0]
         count = sum(d.num_loss_tokens for d in record.datums)

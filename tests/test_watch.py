@@ -548,7 +548,7 @@ def test_evaluation_is_not_training(tmp_path: Path):
     assert all(len(r.datums) == 8 for r in records)
 
 
-class Own(GRPOTrainer):
+class CustomTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         return 2 * super()._compute_loss(model, inputs)
 
@@ -557,7 +557,9 @@ def test_a_custom_loss_an_adapter_and_half_precision(tmp_path: Path):
     from peft import LoraConfig
 
     adapter = LoraConfig(r=4, target_modules="all-linear")
-    _, records = recorded(tmp_path, cls=Own, peft=adapter, bf16=True, beta=0.04, max_steps=2)
+    _, records = recorded(
+        tmp_path, cls=CustomTrainer, peft=adapter, bf16=True, beta=0.04, max_steps=2
+    )
     for record in records:
         assert "a custom _compute_loss" in record.options["make_loss"]
         assert {lp.dtype for lp in record.loss.logprobs} == {"bfloat16"}

@@ -309,19 +309,22 @@ def test_two_graders_on_the_same_completions(record):
 
 def test_groups_gain_and_lose_their_signal():
     rng = np.random.default_rng(1)
-    dead = prompt_group(rng, 0, 1.0, 4)
-    dead = replace(dead, samples=tuple(replace(s, reward=1.0) for s in dead.samples))
-    live = prompt_group(rng, 1, 0.5, 4)
-    live = replace(
-        live,
+    equal_rewards = prompt_group(rng, 0, 1.0, 4)
+    equal_rewards = replace(
+        equal_rewards, samples=tuple(replace(s, reward=1.0) for s in equal_rewards.samples)
+    )
+    unequal_rewards = prompt_group(rng, 1, 0.5, 4)
+    unequal_rewards = replace(
+        unequal_rewards,
         samples=tuple(
-            replace(s, reward=float(i), text="x" * 3) for i, s in enumerate(live.samples)
+            replace(s, reward=float(i), text="x" * 3) for i, s in enumerate(unequal_rewards.samples)
         ),
     )
-    dead = replace(
-        dead, samples=tuple(replace(s, text="x" * i) for i, s in enumerate(dead.samples))
+    equal_rewards = replace(
+        equal_rewards,
+        samples=tuple(replace(s, text="x" * i) for i, s in enumerate(equal_rewards.samples)),
     )
-    record = StepRecord(1, with_advantages([dead, live]))
+    record = StepRecord(1, with_advantages([equal_rewards, unequal_rewards]))
     lab = reward_lab(record, length_reward)
     assert list(lab.groups.signal) == ["gained", "lost"]
     assert (lab.summary["no_signal_before"], lab.summary["no_signal_after"]) == (0.5, 0.5)

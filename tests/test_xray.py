@@ -290,16 +290,16 @@ def with_value(series: np.ndarray, at: int, bad: float) -> np.ndarray:
 
 
 def in_datum(name: str, bad: float) -> Callable[[StepRecord], StepRecord]:
-    def spoil(r: StepRecord) -> StepRecord:
+    def corrupt(r: StepRecord) -> StepRecord:
         d = r.datums[2]
-        spoilt = replace(d, **{name: with_value(getattr(d, name), first_target(d), bad)})
-        return replace(r, datums=[*r.datums[:2], spoilt, *r.datums[3:]])
+        corrupted = replace(d, **{name: with_value(getattr(d, name), first_target(d), bad)})
+        return replace(r, datums=[*r.datums[:2], corrupted, *r.datums[3:]])
 
-    return spoil
+    return corrupt
 
 
 def in_loss(name: str, bad: float) -> Callable[[StepRecord], StepRecord]:
-    def spoil(r: StepRecord) -> StepRecord:
+    def corrupt(r: StepRecord) -> StepRecord:
         series = list(getattr(r.loss, name))
         at = first_target(r.datums[2])
         one = series[2]
@@ -310,16 +310,16 @@ def in_loss(name: str, bad: float) -> Callable[[StepRecord], StepRecord]:
         )
         return replace(r, loss=replace(r.loss, **{name: tuple(series)}))
 
-    return spoil
+    return corrupt
 
 
 def in_reward(bad: float) -> Callable[[StepRecord], StepRecord]:
-    def spoil(r: StepRecord) -> StepRecord:
+    def corrupt(r: StepRecord) -> StepRecord:
         g = r.groups[1]
         samples = [replace(s, reward=bad) if i == 3 else s for i, s in enumerate(g.samples)]
         return replace(r, groups=[r.groups[0], replace(g, samples=samples), *r.groups[2:]])
 
-    return spoil
+    return corrupt
 
 
 BAD_TENSORS = {
@@ -340,12 +340,12 @@ BAD_TENSORS = {
 
 @pytest.mark.parametrize("name", BAD_TENSORS)
 def test_the_first_bad_tensor_is_named(fresh: StepRecord, name: str):
-    spoil, text = BAD_TENSORS[name]
+    corrupt, text = BAD_TENSORS[name]
     assert first_not_finite(fresh) == ""
-    record = spoil(fresh)
+    record = corrupt(fresh)
     assert re.match(text, first_not_finite(record)), first_not_finite(record)
     assert "finite" in failed(record)
-    sentence(record)  # says something, whatever was spoilt
+    sentence(record)  # says something, whatever is not finite
 
 
 def hole(r: StepRecord) -> StepRecord:
@@ -386,9 +386,9 @@ FAULTS: dict[
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_fails_its_check(fresh: StepRecord, fault: str):
-    spoil, name = FAULTS[fault]
+    corrupt, name = FAULTS[fault]
     assert name not in failed(fresh, weight_sync_interval=1)
-    record = spoil(fresh)
+    record = corrupt(fresh)
     assert name in failed(record, weight_sync_interval=1)
     check = next(c for c in invariants(record, weight_sync_interval=1) if c.name == name)
     assert check.fix

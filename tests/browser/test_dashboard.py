@@ -155,7 +155,7 @@ def test_points_appear_while_it_plays_and_the_kernel_is_free(notebook: Notebook,
     notebook.shot("dashboard_plays")
     press(board, "stop")
     at_rest(notebook, board)
-    finished = notebook.ask("place()[0]")  # and the step under way, once it has rewards
+    finished = notebook.ask("place()[0]")  # and the step in progress, once it has rewards
     notebook.page.wait_for_function("n => [n, n + 1].includes(window.points.at(-1))", arg=finished)
     points = notebook.page.evaluate("window.points")
     assert points == sorted(points)

@@ -116,9 +116,13 @@ class Server:
         with torch.no_grad(), seeded(params.seed):
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **asked, **settings)
         sampled = out.sequences[:, ids.shape[1] :]
-        laws = [torch.stack(parts, 1).float() for parts in (out.logits, out.scores)]
+        both_logits = [torch.stack(parts, 1).float() for parts in (out.logits, out.scores)]
         series = [
-            _picked(law, law.argmax(-1) if self.reports == "likeliest" else sampled) for law in laws
+            _picked(
+                logits_of_kind,
+                logits_of_kind.argmax(-1) if self.reports == "likeliest" else sampled,
+            )
+            for logits_of_kind in both_logits
         ]
         ends = [
             next((i for i, t in enumerate(row.tolist(), 1) if t in eos), len(row))

@@ -38,7 +38,7 @@ SMALL_RUN = {
 
 
 def reward(text: str) -> float:
-    "Another one for nearly every text, so that no group is dead."
+    "Another one for nearly every text, so that every group has signal."
     return float(sum(map(ord, text)) % 7)
 
 
@@ -225,7 +225,7 @@ def test_no_number_is_no_evidence(value: float, well: int) -> None:
         asked = list[int]()
         score = loop.backend.sampler.logprobs
 
-        async def spoilt(tokens: Any) -> Any:
+        async def corrupted(tokens: Any) -> Any:
             asked.append(len(tokens))
             scored = await score(tokens)
             return (
@@ -234,7 +234,7 @@ def test_no_number_is_no_evidence(value: float, well: int) -> None:
                 else replace(scored, values=np.append(scored.values[1:], value))
             )
 
-        loop.backend.sampler.logprobs = spoilt
+        loop.backend.sampler.logprobs = corrupted
         await loop.step()
         assert (loop.policy_version, loop.weights.sampler.audit.report) == (1, None)
         assert loop.weights.sampler.audit.floor < 1e-4 or not well
