@@ -318,7 +318,7 @@ def test_names_of_states_carry_the_version(name, current, published, number):
 
 def test_versions_are_counted_as_locally():
     async def counted(policy, sync):
-        metrics = []
+        history = []
         paths = []
 
         def versions():
@@ -347,8 +347,8 @@ def test_versions_are_counted_as_locally():
                 sync(policy)
             else:
                 await policy.load_state(paths[int(which)], optimizer=kind == "load")
-            metrics.append((name, versions()))
-        return metrics
+            history.append((name, versions()))
+        return history
 
     async def test():
         async with open_local(tiny_model(), byte_tokenizer()) as local:
