@@ -498,11 +498,15 @@ async def measure_local(
         shared = await in_turns(
             "local, rollouts need the same thread", sampled, backend, repeats, say, False
         )
-    async with open_local(*load_model("tiny"), reference=False, beside=True) as backend:
+    async with open_local(
+        *load_model("tiny"), reference=False, concurrent_sampling=True
+    ) as backend:
         return [
             waits,
             shared,
-            await in_turns("local, beside=True", sampled, backend, repeats, say, False),
+            await in_turns(
+                "local, concurrent_sampling=True", sampled, backend, repeats, say, False
+            ),
         ]
 
 

@@ -298,16 +298,16 @@ TINKER: dict[str, Deviation] = {
     "ppo does not clip": Deviation("its own losses", "served_loss", unclipped),
 }
 SAMPLERS: dict[str, Deviation] = {  # whatever it speaks
-    "sampled at 0.5": samples("drawn as often as said", temperature=0.5),
-    "top-p 0.8": samples("drawn as often as said", top_p=0.8),
-    "greedy": samples("drawn as often as said", temperature=0.0),
-    "top-k 3, reported after the cut": samples("drawn and scored", processed, top_k=3),
-    "reported at 0.7": samples("drawn and scored", processed, temperature=0.7),
+    "sampled at 0.5": samples("sampling frequencies", temperature=0.5),
+    "top-p 0.8": samples("sampling frequencies", top_p=0.8),
+    "greedy": samples("sampling frequencies", temperature=0.0),
+    "top-k 3, reported after the cut": samples("sampled and scored", processed, top_k=3),
+    "reported at 0.7": samples("sampled and scored", processed, temperature=0.7),
     "longer than asked": samples(
         "how it ended", change=lambda p: {"max_tokens": 2 * p.max_tokens - 1}
     ),
     "shorter than asked": samples("how it ended", max_tokens=1),
-    "BOS in front of prompts": samples("drawn and scored", prompt=lambda ids: (1, *ids)),
+    "BOS in front of prompts": samples("sampled and scored", prompt=lambda ids: (1, *ids)),
     "end tokens cut off": samples("how it ended", without_end),
     "echo a place early": samples(
         "policy and sampler", echo=lambda ids, s: np.append(s[1:], s[-1:])
@@ -362,13 +362,13 @@ def of_quantised(load):
 
 OPENAI: dict[str, Deviation] = SAMPLERS | {
     "prompts of samples cut": samples("longest sequence", prompt=lambda ids: ids[-100:]),
-    "top-k 3": samples("drawn as often as said", top_k=3),
-    "min-p 0.2": samples("drawn as often as said", min_p=0.2),
-    "repetition penalty 1.3": samples("drawn as often as said", repetition_penalty=1.3),
+    "top-k 3": samples("sampling frequencies", top_k=3),
+    "min-p 0.2": samples("sampling frequencies", min_p=0.2),
+    "repetition penalty 1.3": samples("sampling frequencies", repetition_penalty=1.3),
     "a model's own settings": samples(
-        "drawn as often as said", temperature=0.6, top_p=0.95, top_k=20
+        "sampling frequencies", temperature=0.6, top_p=0.95, top_k=20
     ),
-    "another seed": samples("drawn as often as said", seed=7),
+    "another seed": samples("sampling frequencies", seed=7),
     "seed ignored": samples("seed", seed=None),
     "temperature at least 0.7": samples(
         "temperature", change=lambda p: {"temperature": max(0.7, p.temperature)}
@@ -388,7 +388,7 @@ OPENAI: dict[str, Deviation] = SAMPLERS | {
         "scored again", echo=lambda ids, s: s * (KNOWN.setdefault(ids, s) is s)
     ),
     "other ids": samples(
-        "drawn and scored", lambda c: replace(c, tokens=np.minimum(c.tokens + 1, 263))
+        "sampled and scored", lambda c: replace(c, tokens=np.minimum(c.tokens + 1, 263))
     ),
     "always stop": samples("how it ended", lambda c: replace(c, finish_reason="stop")),
     "always length": samples("how it ended", lambda c: replace(c, finish_reason="length")),
@@ -446,6 +446,6 @@ FIREWORKS: dict[str, Deviation] = SAMPLERS | {
     ),
     "a replica keeps its weights": keeps("second sync", lambda item: next(COUNT) % 2),
     "samples keep their weights": keeps(
-        "draws after a sync", lambda item: isinstance(item, Request)
+        "samples after a sync", lambda item: isinstance(item, Request)
     ),
 }

@@ -778,9 +778,9 @@ def test_a_step_is_replayed_as_far_as_it_can_be(tmp_path):
             graded = {"score"}  # while they were sampled
             assert set(left) == without | (set() if together else {"sample"} | graded), result
             if older:
-                assert left["sample"].startswith("drawn from the weights of version")
+                assert left["sample"].startswith("sampled from the weights of version")
             elif not together:
-                assert left["sample"].startswith("drawn in other company")
+                assert left["sample"].startswith("sampled in another batch")
             await nothing_left()  # a replay starts no row
             if record is records[-1]:
                 assert same(weights(fresh), outcome)

@@ -22,7 +22,7 @@ from rl_notebook.views.report import report_html
 __all__ = ["one_thread"]
 
 TITLES = (
-    "Rollouts beside training",
+    "Rollouts during training",
     "Staleness of trained groups",
     "Who waits",
 )

@@ -118,7 +118,7 @@ class Entry:
 BACKENDS = {
     "local": Entry(local),
     "local-lora": Entry(lambda: local(lora_rank=4), {"lora_rank": 4}),
-    "local-beside": Entry(lambda: local(beside=True)),
+    "local-concurrent": Entry(lambda: local(concurrent_sampling=True)),
     "tinker": Entry(tinker, {"lora_rank": 4}, tinker_weights),
     "fireworks": Entry(fireworks, weights=fireworks_weights),
     "openai": Entry(openai),

@@ -460,7 +460,7 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
         stack.callback(manager.shutdown_kernel, now=True)
         stack.callback(client.stop_channels)
         assert shown(SLOW_SAMPLES.format(tests=str(Path(__file__).parent))) == ""
-        message = "Interrupted. await loop.step() goes on from here: step 1, next: sample; 2 of"
+        message = "Interrupted. await loop.step() continues from here: step 1, next: sample; 2 of"
         for call in (
             "await loop.step()",
             "await loop.sample()",

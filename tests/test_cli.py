@@ -358,7 +358,7 @@ def test_help_and_mistakes_do_not_wait_for_torch():
         (["train", "--lora-rank", "[1"], "--lora_rank: got '[1'; expected a value"),
         (["train", "3"], "option: got '3'; expected --name before its value"),
         (["train", "--config", "no-such-file.yaml"], "config file: got no such file"),
-        (["train", "--resume"], "resume: got no log_path; expected the run folder to go on with"),
+        (["train", "--resume"], "resume: got no log_path; expected the run folder to resume"),
         (
             ["train", "--base-model", "no/such/model"],
             "model: got no such folder; expected 'tiny', 'smollm2'",

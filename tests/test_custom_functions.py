@@ -427,9 +427,7 @@ def test_advantages_by_name_and_as_an_object(workdir, record):
     )
     assert {d.advantage for d in result.datums["one"]} == {1.0}
     assert result.table.loc["centred", "cosine"] > 0
-    with pytest.raises(
-        LossError, match="advantage_fn: got ddof beside it; expected one of the two"
-    ):
+    with pytest.raises(LossError, match="advantage_fn: got ddof as well; expected one of the two"):
         what_if(record, {"x": {"advantage_fn": all_ones, "ddof": 1}})
     with pytest.raises(
         LossError, match="got ZeroDivisionError: no groups today; expected groups with advantages"

@@ -804,7 +804,7 @@ def test_a_bare_name_is_a_state_of_the_job_itself_and_the_step_offset_counts(sit
     assert asyncio.run(second(site.key)).steps == 2
     assert steps == [11, 12]
     assert rl_loop.Run.open(log_path).metrics().loc[10, "infra/total_boot_time"] > 0
-    assert any("going on after step 10" in line for line in lines)
+    assert any("resuming after step 10" in line for line in lines)
     assert rl_loop.step_there(replace(cfg, resume=ResumeConfig("step-00007"))) == 7
     new = replace(cfg, trainer=TrainerConfig(training_shape_id=SHAPE))
     before = len(site.asked())

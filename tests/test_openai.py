@@ -663,7 +663,7 @@ def test_check_says_which_server_it_is_and_what_is_missing_for_what(local, capsy
     assert re.search(r"✗ prompt logprobs: none\n.*A weight sync cannot be checked", out)
     assert re.search(r"✗ takes new weights: no\n.*Set weight_sync_interval=0", out)
     assert re.search(
-        r"✓ drawn as often as said: .*\n– drawn and scored: .*scores no given tokens", out
+        r"✓ sampling frequencies: .*\n– sampled and scored: .*scores no given tokens", out
     )
     (tmp_path / "mine.html").write_text("mine")
     with pytest.raises(

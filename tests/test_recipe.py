@@ -131,7 +131,7 @@ def test_a_keyword_says_what_it_is_whatever_its_parameters_are_called():
             )
     assert group_sizes == [4, 4]
 
-    with pytest.raises(ConfigError, match="rollout_fn: got a rollout_fn_factory beside it"):
+    with pytest.raises(ConfigError, match="rollout_fn: got a rollout_fn_factory as well"):
         run(Config(**SMALL_RUN, steps=1), rows=rows, rollout_fn=len, rollout_fn_factory=factory)
 
 
@@ -290,7 +290,7 @@ def test_a_rate_that_destroys_the_weights_ends_the_run_and_leaves_the_checkpoint
         output.err,
     )
     assert (
-        "stopped after step 2; it goes on after step 2 with: rl-notebook train --resume"
+        "stopped after step 2; it resumes after step 2 with: rl-notebook train --resume"
         in output.out + output.err
     )
     assert (RunFolder.open(folder).checkpoints, RunFolder.open(folder).steps) == ([2], [1, 2])
@@ -358,7 +358,7 @@ def test_a_stop_is_reported_with_what_is_saved(rows_of_script, tmp_path, monkeyp
     command = f"rl-notebook train --resume --log-path '{folder}'"
     script = f"the script that began it, main(..., resume=True), and log_path '{folder}'"
     assert (
-        f"stopped after step 2; it goes on after step 2 with: {script if rows_of_script else command}"
+        f"stopped after step 2; it resumes after step 2 with: {script if rows_of_script else command}"
         in lines
     )
     assert RunFolder.open(folder).checkpoints == [2]

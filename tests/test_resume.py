@@ -165,8 +165,8 @@ def test_kill_9_anywhere_and_resume_gives_the_same_numbers(whole, tmp_path):
     for i, step in enumerate((3, 5)):
         run(settings, resume=i > 0, kill=(step, float(rng.random() * typical)))
     output = run(settings, resume=True)
-    assert "going on after step" in output
-    assert "were put aside in" in output
+    assert "resuming after step" in output
+    assert "were moved to" in output
     assert_same_run(tmp_path / "run", whole)
 
 
@@ -222,7 +222,7 @@ def test_the_command_ends_with_130_and_its_advice_works(whole, tmp_path):
     [advice] = [
         line.partition("with: ")[2]
         for line in output.splitlines()
-        if "it goes on after step" in line
+        if "it resumes after step" in line
     ]
     name, *args = shlex.split(advice)
     assert name == "rl-notebook"
@@ -265,7 +265,7 @@ def test_resume_from_begins_another_folder_where_the_first_one_stood(whole, tmp_
     assert list(ours) == [6, 7, 8]
     assert [ours[s] for s in (7, 8)] == [theirs[s] for s in (7, 8)]
     again = run(settings, resume=True)  # its own checkpoint counts now, and nothing is left to do
-    assert f"going on after step 8, from {tmp_path / 'run' / 'checkpoints' / '00008'}" in again
+    assert f"resuming after step 8, from {tmp_path / 'run' / 'checkpoints' / '00008'}" in again
     assert "(0 steps, " in again.splitlines()[-1]
     renumbered = settings | {"log_path": str(tmp_path / "other")}
     renumbered["resume"] = {"resume_from": str(checkpoint), "step_offset": 0}

@@ -230,7 +230,7 @@ def test_lost_samples_are_made_again_and_everything_is_counted(plan, rounds):
     assert [calls.count(i) for i in range(n)] == [
         f.index("ok") + 1 if "ok" in f else rounds + 1 for f in tried
     ]
-    assert len(sampled.redrawn) == len(calls) - n
+    assert len(sampled.resampled) == len(calls) - n
     assert len(set(seeds)) == len(seeds)
     assert sorted(seeds[:n]) == [prompt_seed(5, 41) + i for i in range(n)], (
         "the first round is as it always was"
@@ -248,7 +248,7 @@ def test_an_unscorable_sample_is_not_sampled_again():
         return sample(reward=None)
 
     sampled = run_rollouts(unscorable, group_retries=3)
-    assert (len(calls), sampled.redrawn) == (4, ())
+    assert (len(calls), sampled.resampled) == (4, ())
     assert assemble(sampled, sampled.samples).dropped == tuple(
         f"sample {i} is unscorable" for i in range(4)
     )
@@ -403,7 +403,7 @@ def test_a_request_is_tried_again_with_the_same_seed_and_empty_completions_with_
     assert sampler.asked[0].seed == sampler.asked[1].seed == prompt_seed(5, 41)
     assert len({p.seed for p in sampler.asked}) == 3
     assert (len(completions.samples), completions.dropped) == (3, ("completion 3 is empty",))
-    assert completions.redrawn == (
+    assert completions.resampled == (
         "completion 0 is empty",
         "completion 3 is empty",
         "completion 3 is empty",

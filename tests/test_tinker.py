@@ -106,7 +106,7 @@ async def played(operations, faults=(), **options):
             await t.discard_gradients()
             await t.backward(DATUMS[:1], [np.array([0.0, 1.0, -0.5])])
             await t.backward([Datum([0, 9], [1])], [np.ones(1)])
-            with pytest.raises(BackendError, match="refused"):
+            with pytest.raises(BackendError, match="rejected"):
                 await t.optim_step(ADAM)
             await t.discard_gradients()
     scores = np.concatenate([lp.values for lp in await t.forward(DATUMS)])
@@ -200,7 +200,9 @@ def test_what_a_service_rejects_is_asked_once():
         t = trainer_of(service)
         await t.forward(DATUMS)
         before = service.requests
-        with pytest.raises(BackendError, match="toy refused: got Refused: unknown token"):
+        with pytest.raises(
+            BackendError, match="toy rejected the request: got Refused: unknown token"
+        ):
             await t.forward([Datum([0, 9], [1])])
         assert service.requests == before + 1
         with pytest.raises(BackendError, match=r"no state nowhere"):
@@ -219,7 +221,7 @@ def test_a_path_that_cannot_be_loaded_changes_nothing():
         await t.optim_step(ADAM)
         await t.forward_backward_custom(DATUMS, reinforce)
         before = [lp.values for lp in await t.forward(DATUMS)]
-        with pytest.raises(BackendError, match="refused"):
+        with pytest.raises(BackendError, match="rejected"):
             await t.load_state("nowhere")
         assert len(t.pending) == 1
         assert all(

@@ -288,12 +288,12 @@ def test_defaults_that_enter_the_gradient_are_trls_and_are_listed() -> None:
     assert (plain.kl_beta, plain.kl_bias_correction, plain.advantage_eps) == (0.0, False, 1e-4)
     assert (with_kl.kl_bias_correction, below.kl_bias_correction) == (True, True)
     first, second = (str(w.message) for w in caught[:2])
-    assert "as in TRL, where nothing is said: kl_beta=0.0, advantage_eps=0.0001" in first
+    assert "TRL's defaults: kl_beta=0.0, advantage_eps=0.0001" in first
     assert (
-        "not as in TRL: learning_rate=1e-05 (1e-06 there), completions_per_prompt=4 (8 there)"
+        "other defaults than TRL: learning_rate=1e-05 (1e-06 there), completions_per_prompt=4 (8 there)"
         in first
     )
-    assert "completions_per_prompt=" not in second.partition("not as in TRL")[2]
+    assert "completions_per_prompt=" not in second.partition("other defaults than TRL")[2]
     # nothing is divided
     assert Config(loss_type="grpo", scale_rewards="none").advantage_eps == 1e-8
     adaptive = Config(

@@ -97,7 +97,7 @@ def test_its_steps_are_steps_of_the_run(settings, tmp_path):
             assert same(weights(other), weights(loop))
             with pytest.raises(
                 RecordError,
-                match=r"got given answers; expected drawn completions\. await loop\.seek",
+                match=r"got given answers; expected sampled completions\. await loop\.seek",
             ):
                 await replay(run, 2, make_loop(**settings))
         for _ in range(5):

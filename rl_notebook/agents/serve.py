@@ -43,7 +43,13 @@ from rl_notebook.core.types import (
     DataError,
     MissingExtra,
 )
-from ..core.types import OFF, Completion, RolloutRun, SampleParams, plain_text
+from rl_notebook.core.types import (
+    NEUTRAL_SAMPLING,
+    Completion,
+    RolloutRun,
+    SampleParams,
+    plain_text,
+)
 from ..task.data import Row, message_text
 from rl_notebook.agents.openai_chat import (
     CHAT_FIELDS,
@@ -77,7 +83,7 @@ OWN = {
 
 def check_sampling_fields(body: Mapping[str, Any], params: SampleParams) -> None:
     "Raise `ConfigError` for fields that would be ignored, and for sampling settings other than those of the run."
-    names = "temperature", *OFF
+    names = "temperature", *NEUTRAL_SAMPLING
     allowed = {name: getattr(params, name) for name in names} | {"top_logprobs": 0}
     for name, value in body.items():
         if (
@@ -278,7 +284,7 @@ class ServedRollout:
             where = f"rollout {self.id!r}"
             fix = "Return None from the rollout to drop it."
             got = (
-                f"none; the last request was refused: {self._last_error}"
+                f"none; the last request was rejected: {self._last_error}"
                 if self._last_error
                 else "none"
             )

@@ -24,7 +24,7 @@ from rl_notebook.core.types import (
     Logprobs,
     LossOutput,
 )
-from ..core.types import OFF, SampleParams, quoted
+from ..core.types import NEUTRAL_SAMPLING, SampleParams, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -166,10 +166,10 @@ class SyncReport:
         "The same in words."
         sync = f"sync {self.version}"
         moved = f"the policy moved by {self.policy_moved:.2g}"
-        difference = f"policy and sampler differ by {self.gap:.2g} nats a token on a probe"
+        difference = f"policy and sampler differ by {self.gap:.2g} nats per token on a probe"
         if self.nothing:
             by = f"by {self.sampler_moved:.2g}" if self.sampler_moved else "not at all"
-            return f"{sync} changed nothing: {moved} nats a token on a probe, the sampler {by}"
+            return f"{sync} changed nothing: {moved} nats per token on a probe, the sampler {by}"
         if self.ok:
             return f"{sync} arrived: {difference}; {moved}"
         if self.ok is None:
@@ -234,7 +234,7 @@ class Capabilities:
 def check_known(params: SampleParams, where: str, known: Collection[str] = ()) -> None:
     "Raise `BackendError` for a setting that not every sampler knows, and this one does not."
     for name in ("min_p", "repetition_penalty"):
-        if (got := getattr(params, name)) != (off := OFF[name]) and name not in known:
+        if (got := getattr(params, name)) != (off := NEUTRAL_SAMPLING[name]) and name not in known:
             fix = "Leave it out, or sample with the local engine or vLLM."
             raise BackendError(
                 name, where=where, got=got, expected=f"{off:g}: it has no such setting", fix=fix

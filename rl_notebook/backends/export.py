@@ -107,9 +107,9 @@ folder = "."  # where this file is
 model = {model}
 tokenizer = AutoTokenizer.from_pretrained(folder)
 {prompt}
-how = GenerationConfig.from_pretrained(folder)  # the sampling settings of the run
-drawn = model.generate(**prompt, generation_config=how)[0]
-print(tokenizer.decode(drawn[prompt["input_ids"].shape[1] :], skip_special_tokens=True))"""
+sampling = GenerationConfig.from_pretrained(folder)  # the sampling settings of the run
+output = model.generate(**prompt, generation_config=sampling)[0]
+print(tokenizer.decode(output[prompt["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 
 def loading_code(kind: str, cfg: Any, chats: bool, name: str) -> str:  # Python
@@ -153,7 +153,7 @@ def public_name(text: str) -> str:
 _KINDS = {
     "hf": "the whole model",
     "merged": "the whole model, its LoRA adapter merged into the weights",
-    "adapter": "a LoRA adapter; the base model is needed beside it",
+    "adapter": "a LoRA adapter; it needs the base model as well",
 }
 
 # %% ../../nbs/backends/01_export.ipynb #320e4cf9

@@ -167,7 +167,7 @@ _IN_TRL = {RENAMED[theirs]: theirs for theirs in _OF_TRL} | {
     "advantage_scale='std'": "scale_rewards='group'",
     "Take the mean over the samples of one prompt: group_advantages(rewards_of_one_prompt)": "See what computes them",
     "Make datums with datums_from_groups": "See what returns completion_mask and tool_mask",
-    "Was loop.sync() left out, or did the sampler refuse the snapshot?": "Was the sync of vLLM's weights left out?",
+    "Was loop.sync() left out, or did the sampler reject the snapshot?": "Was the sync of vLLM's weights left out?",
     "Undo the step and lower it": "Lower it",
     "take the update back (loop.undo) and diagnose again": "diagnose a step before it",
 }
@@ -236,7 +236,7 @@ _SO_HERE: dict[str, dict[str, Any]] = {
         "use_transformers_paged": False,
         "cache_implementation": None,
     },
-    "each way to draw is a setting of its own, such as top_k": {"generation_kwargs": None},
+    "each sampling setting has a name, such as top_k": {"generation_kwargs": None},
     "eval_samples says it": {"num_generations_eval": None},
     "the reference stays as it is": {"sync_ref_model": False}
     | {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512},
@@ -406,8 +406,8 @@ def trl_defaults(
     }
     taken = ", ".join(f"{k}={v!r}" for k, v in new.items())
     kept = ", ".join(f"{k}={getattr(cls, k)!r} ({v!r} there)" for k, v in others.items())
-    note = f"as in TRL, where nothing is said: {taken}" if taken else ""
-    return new, "; ".join(filter(None, (note, f"not as in TRL: {kept}" if kept else "")))
+    note = f"TRL's defaults: {taken}" if taken else ""
+    return new, "; ".join(filter(None, (note, f"other defaults than TRL: {kept}" if kept else "")))
 
 # %% ../../nbs/config/01_aliases.ipynb #48605d3f
 def _special(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:

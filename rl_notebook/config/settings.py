@@ -16,7 +16,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, WrapValidator
 
-from ..core.types import MIN_TEMPERATURE, OFF, AdamParams, SampleParams, quoted
+from rl_notebook.core.types import (
+    MIN_TEMPERATURE,
+    NEUTRAL_SAMPLING,
+    AdamParams,
+    SampleParams,
+    quoted,
+)
 from ..core.advantages import BATCH_SCALES, WITHOUT_STD, AdvantageScale
 from ..core.trust import IMPORT_PATH
 from rl_notebook.core.validation import (
@@ -62,7 +68,7 @@ def _parse_numbers(value: Any) -> Any:
 
 EvalSampling = Annotated[Plain, BeforeValidator(_parse_numbers)]
 T = TypeVar("T")
-Past = Annotated[T, "past"]  # as before, in a run that is resumed and in a branch
+RunConstant = Annotated[T, "past"]  # as before, in a run that is resumed and in a branch
 # of the backend, the data or the run folder: a branch has it as before
 Opened = Annotated[T, "opened"]
 AtPrompts = Annotated[T, "prompts"]  # the phase that reads it, where that is not "sample"
@@ -80,9 +86,9 @@ class TaskSettings:
     "Which model learns which task."
 
     # model to train: a name that `load_model` takes, or an id of the service that trains it
-    base_model: Past[Text] = "tiny"
+    base_model: RunConstant[Text] = "tiny"
     # built-in task, path, URL, hub name, or "module:function" that returns rows
-    dataset: Past[Text] = "toy"
+    dataset: RunConstant[Text] = "toy"
     dataset_config: Text | None = None  # configuration of a data set on the hub, as "main"
     dataset_split: Text | None = None  # split of a data set on the hub; None = "train"
     # split of a data set on the hub for held-out rows; None = the last rows of `dataset_split`
@@ -97,15 +103,15 @@ class TaskSettings:
     chat_template: Text | None = None
     # variables for the chat template, as {"enable_thinking": False}
     chat_template_kwargs: Plain | None = None
-    max_rows: Past[Count | None] = 100  # number of rows used, from the first on; None = all
+    max_rows: RunConstant[Count | None] = 100  # number of rows used, from the first on; None = all
     epochs: AtPrompts[Count] = 1  # passes over the rows
     # optimizer steps that end the run, if the epochs have not; None = no limit
     steps: AtPrompts[Count | None] = None
-    shuffle: Past[Bool] = True  # another order of the rows in each epoch, by `seed`
+    shuffle: RunConstant[Bool] = True  # another order of the rows in each epoch, by `seed`
     # share of epochs in which a row comes that is never or always solved; None = all
-    difficulty_sampling: Past[PositiveShare | None] = None
+    difficulty_sampling: RunConstant[PositiveShare | None] = None
     # random numbers derive from (seed, number of the row in the run, number of the sample)
-    seed: Past[Seed] = 0
+    seed: RunConstant[Seed] = 0
     eval_rows: Opened[Whole] = 0  # number of held-out rows to score; 0 = no evaluation
     # optimizer steps between evaluations; 0 = only before and after
     eval_interval: AtFinish[Whole] = 0
@@ -150,7 +156,7 @@ class SamplingSettings:
             n=self.completions_per_prompt if n is None else n,
             max_tokens=self.max_completion_tokens,
             seed=seed,
-            **{name: getattr(self, name) for name in ("temperature", "stop", *OFF)},
+            **{name: getattr(self, name) for name in ("temperature", "stop", *NEUTRAL_SAMPLING)},
         )
 
 # %% ../../nbs/config/00_settings.ipynb #44477146
@@ -191,7 +197,7 @@ class LossSettings(LossParams):
 
     kl_beta: NotNegative = 0.001  # weight of the KL term to the reference; 0 = no reference needed
     # a model in the reference's place, for `teacher_coeff`; a name as for `base_model`
-    teacher: Past[Text | None] = None
+    teacher: RunConstant[Text | None] = None
     kl_metric: AtReference[Bool] = False  # measure the KL even when `kl_beta` is 0
     # entropy in nats to which `entropy_coeff` adapts; None = `entropy_coeff` is fixed
     entropy_target: Float | None = None
@@ -245,10 +251,12 @@ class UpdateSettings:
     # weights that decay: "matrices" leaves out norms and biases
     weight_decay_on: Literal["all", "matrices"] = "all"
     grad_clip_norm: NotNegative = 1.0  # largest gradient norm; 0 = no clipping
-    lora_rank: Past[Whole] = 0  # rank of the LoRA adapter; 0 = train all parameters
-    lora_alpha: Past[Positive] = 32.0  # factor on the LoRA adapter's output, times 1 / `lora_rank`
+    lora_rank: RunConstant[Whole] = 0  # rank of the LoRA adapter; 0 = train all parameters
+    lora_alpha: RunConstant[Positive] = (
+        32.0  # factor on the LoRA adapter's output, times 1 / `lora_rank`
+    )
     # with an adapter on this machine: hold the base model in 8 bits (rl-notebook[quantized])
-    load_in_8bit: Past[Bool] = False
+    load_in_8bit: RunConstant[Bool] = False
     # number of samples that start a forward/backward call; None = `max_samples_per_fwd_bwd`
     min_samples_per_fwd_bwd: Count | None = None
     max_samples_per_fwd_bwd: Count = 256  # largest number of samples in a forward/backward call
@@ -511,7 +519,7 @@ def data_rules(c: Any) -> Iterator[str]:
         yield "dataset_eval_split: no rows are held out. Set eval_rows to the number of them"
 
 
-_EVAL_SAMPLING_NAMES = ("temperature", *OFF, "max_completion_tokens", "stop")
+_EVAL_SAMPLING_NAMES = ("temperature", *NEUTRAL_SAMPLING, "max_completion_tokens", "stop")
 
 
 def evaluation_rules(c: Any) -> Iterator[str]:

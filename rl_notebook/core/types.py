@@ -289,7 +289,7 @@ _TEMPERATURES = f"at least 0; between 0 and {MIN_TEMPERATURE:g}, take 0"
 
 
 # what cuts off and penalises nothing
-OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def normalize_off(name: str, value: Any) -> Any:
@@ -297,7 +297,7 @@ def normalize_off(name: str, value: Any) -> Any:
     is_default = value is None or (
         name == "top_k" and not isinstance(value, bool) and value in (-1, "-1")
     )
-    return OFF[name] if name in OFF and is_default else value
+    return NEUTRAL_SAMPLING[name] if name in NEUTRAL_SAMPLING and is_default else value
 
 # %% ../../nbs/core/00_types.ipynb #3eb49b66
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ class SampleParams:
     seed: int | None = None  # completion i uses its own generator (seed, i)
 
     def __post_init__(self):
-        for name in OFF:
+        for name in NEUTRAL_SAMPLING:
             object.__setattr__(self, name, normalize_off(name, getattr(self, name)))
 
         def whole(value):
@@ -371,7 +371,10 @@ class SampleParams:
     @property
     def processed(self) -> bool:
         "Whether more than a temperature lies between the model's distribution and the one sampled from."
-        return any(getattr(self, name) != off for name, off in OFF.items()) or self.grammar != ""
+        return (
+            any(getattr(self, name) != off for name, off in NEUTRAL_SAMPLING.items())
+            or self.grammar != ""
+        )
 
 # %% ../../nbs/core/00_types.ipynb #00c52ce7
 @dataclass(frozen=True, eq=False)

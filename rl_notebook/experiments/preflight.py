@@ -279,9 +279,7 @@ def check_agreement(
     if gap is None or mismatch:
         text = "policy and sampler report logprobs of different distributions"
         return [*checks, mismatch or Finding("sampler", None, text)]
-    text = (
-        f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
-    )
+    text = f"policy and sampler differ by {short(gap.mean)} nats per token, {short(gap.largest)} at most"
     if allowed.explains(gap):
         return [*checks, Finding("sampler", True, text)]
     fix = "Sync first if the policy was trained already; else ask the alignment doctor (rln.diagnose)."

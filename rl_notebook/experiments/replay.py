@@ -358,7 +358,7 @@ UNSCORABLE = re.compile(r"(?:sample|run) (\d+) is unscorable")  # as `assemble` 
 def find_sampling_obstacle(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> str:
     "Why a step cannot be sampled again; empty when it can."
     if loop.cfg.weight_sync_interval != 1:
-        return "drawn ahead in a window, together with the prompts of other steps"
+        return "sampled ahead in a window, together with the prompts of other steps"
     if loop.cfg.refill and len(record.groups) > loop.cfg.prompt_groups_per_step:
         return "sampled in several rounds (refill)"
     versions = {
@@ -366,14 +366,14 @@ def find_sampling_obstacle(loop: Loop, record: StepRecord, prompts: Sequence[Pro
     }
     other = versions - {loop.policy_version}
     if loop.cfg.recipe == "async_rl_loop" and other:
-        return f"drawn from the weights of version {spans(sorted(other))}, and not from those before the step"
+        return f"sampled from the weights of version {spans(sorted(other))}, and not from those before the step"
     room = loop.cfg.max_concurrency_rollout_sample
     rows = len(record.groups)
     alone = rows <= loop.cfg.prompt_groups_per_step and (
         not room or room >= rows * loop.cfg.completions_per_prompt
     )
     if loop.cfg.recipe == "async_rl_loop" and (loop.cfg.max_head_offpolicy_versions or not alone):
-        return "drawn in other company, beside rows of other steps or one after the other"
+        return "sampled in another batch, with rows of other steps or one by one"
     if len(prompts) < len(record.groups):
         return "not all of its prompts could be encoded again"
     return find_grading_obstacle(loop, record) if not reward_names(record.groups) else ""
@@ -562,7 +562,7 @@ async def replay(
             "replay",
             where=f"step {step}",
             got="given answers",
-            expected="drawn completions",
+            expected="sampled completions",
             fix=fix,
         )
     settings = recorded_settings(run, record, loop.began_with)

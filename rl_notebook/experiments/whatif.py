@@ -219,7 +219,7 @@ def make_variant(batch: FrozenBatch, name: str, changes: Mapping[str, Any]) -> V
         raise LossError(
             "advantage_fn",
             where=where,
-            got=f"{', '.join(other)} beside it",
+            got=f"{', '.join(other)} as well",
             expected="one of the two",
         )
     return Variant(name, options, advantage_fn=advantage_fn)

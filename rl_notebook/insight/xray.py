@@ -1168,7 +1168,7 @@ def check_version(record: StepRecord, weight_sync_interval: int | None = None) -
         )
     text = f"not synced: the sampler keeps version {start}"
     if end < start or weight_sync_interval == 1:
-        fix = "Was loop.sync() left out, or did the sampler refuse the snapshot?"
+        fix = "Was loop.sync() left out, or did the sampler reject the snapshot?"
         return check(False, text, got=end, expected=f"{start + 1}", fix=fix)
     if weight_sync_interval is None:
         return check(None, f"{text}; right only if weight_sync_interval is not 1", notable=True)

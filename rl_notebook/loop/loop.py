@@ -136,7 +136,7 @@ def run_exclusively(
             async with loop.weights.lease():
                 return await method(loop, *args, **kwargs)
         except (asyncio.CancelledError, KeyboardInterrupt) as error:
-            shown_as(error, f"Interrupted. await loop.step() goes on from here: {loop.place}")
+            shown_as(error, f"Interrupted. await loop.step() continues from here: {loop.place}")
             raise
 
     return run

@@ -37,7 +37,14 @@ from rl_notebook.core.types import (
     PromptGroup,
 )
 from ..core.types import RewardError
-from ..core.types import OFF, RolloutRun, RolloutSample, SampleParams, plain_text, quoted
+from rl_notebook.core.types import (
+    NEUTRAL_SAMPLING,
+    RolloutRun,
+    RolloutSample,
+    SampleParams,
+    plain_text,
+    quoted,
+)
 from ..task.data import Prompt, Rollouts, Row
 from ..core.retries import AdaptiveLimit, Retries, together, with_retries
 
@@ -164,7 +171,7 @@ def gather_completions(
         samples=tuple(s for segments in kept.values() for s in segments),
         dropped=tuple(result.reason for _, result in ordered if isinstance(result, Lost)),
         runs=tuple(i for i, segments in kept.items() for _ in segments) if several else (),
-        redrawn=tuple(resampled),
+        resampled=tuple(resampled),
     )
 
 # %% ../../nbs/loop/01_rollouts.ipynb #9c4fb3cd
@@ -476,7 +483,11 @@ class RolloutSetup:
         }
         return (
             settings
-            | {name: value for name, off in OFF.items() if (value := getattr(p, name)) != off}
+            | {
+                name: value
+                for name, off in NEUTRAL_SAMPLING.items()
+                if (value := getattr(p, name)) != off
+            }
             | stops
         )
 

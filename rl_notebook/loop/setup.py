@@ -18,7 +18,7 @@ from ..core.advantages import BATCH_SCALES, AdvantageFn
 from ..core.losses import LossOptions, policy_loss_fn
 from ..core.imports import named_function
 from rl_notebook.core.types import (
-    OFF,
+    NEUTRAL_SAMPLING,
     ConfigError,
     DataError,
     LossError,
@@ -158,7 +158,7 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         known = ", ".join(can.builtin_losses) or "'client'"
         fix = f"{can.name} does not compute this loss itself: set loss_path='client'."
         yield "loss_path 'builtin' with policy_loss", cfg.policy_loss, known, fix
-    for name, neutral in OFF.items():
+    for name, neutral in NEUTRAL_SAMPLING.items():
         if getattr(cfg, name) != neutral and not getattr(can, name):
             yield (
                 name,
@@ -170,7 +170,7 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
 # %% ../../nbs/loop/04_setup.ipynb #8d5c2764
 def check_backend(cfg: Config, backend: Backend, rows: Any = ()) -> None:
     "Reject arguments in another order than backend, rows, reward, config, and settings that this backend would ignore."
-    order = "They come in this order: backend, rows, reward, cfg; nbs/tutorials/403 has them beside TRL's."
+    order = "They come in this order: backend, rows, reward, cfg; nbs/tutorials/403 has them next to TRL's."
     kinds = (
         ("backend", backend, isinstance(backend, Backend), "a Backend"),
         ("rows", rows, not callable(rows), "rows"),

@@ -251,12 +251,10 @@ async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Findin
     )
     mismatch = next(sampled_otherwise(e), None)
     n = sum(int(r.counts.sum()) for r in e.resamples)
-    text = e.failed.get("resample") or (
-        mismatch.text if mismatch else f"{n} draws as they should be"
-    )
+    text = e.failed.get("resample") or (mismatch.text if mismatch else f"{n} samples as expected")
     return [
         Finding(
-            "drawn as often as said",
+            "sampling frequencies",
             not mismatch and not e.failed,
             text,
             "no law that is much likelier",
@@ -275,8 +273,8 @@ async def _check_sampling(sampler: Sampler, tokenizer: Any, more: Any = None) ->
         "how it ended": partial(check_endings, tokenizer),
         "temperature": check_temperature,
     }
-    asked |= {"drawn as often as said": _check_frequencies} | (
-        {"drawn and scored": more} if more else {}
+    asked |= {"sampling frequencies": _check_frequencies} | (
+        {"sampled and scored": more} if more else {}
     )
     for name, ask in asked.items():
         try:

@@ -170,7 +170,7 @@ def make_problem(
     graders = {"reward": reward, "rollout_fn": rollout_fn, "rollout_fn_factory": rollout_fn_factory}
     names = [name for name, grader in graders.items() if grader is not None]
     if len(names) > 1:
-        raise ConfigError(names[0], got=f"a {names[1]} beside it", expected="one of the two")
+        raise ConfigError(names[0], got=f"a {names[1]} as well", expected="one of the two")
     graded: Any = reward if rollout_fn is None else as_rollout_fn(rollout_fn)
     if rollout_fn_factory is not None:
         graded = RolloutFactory(rollout_fn_factory)
@@ -236,9 +236,7 @@ def plan_run(
         return RunPlan(None, named_checkpoint(cfg))
     if cfg.log_path is None:
         fix = "Name it: --log-path runs/first, or log_path='runs/first' in Python."
-        raise ConfigError(
-            "resume", got="no log_path", expected="the run folder to go on with", fix=fix
-        )
+        raise ConfigError("resume", got="no log_path", expected="the run folder to resume", fix=fix)
     begun = Run.open(cfg.log_path)
     # raises where another process writes to it, or it leads elsewhere
     hold_folder(begun.path, trust)
@@ -288,12 +286,12 @@ async def begin_run(
     checkpoint = plan.checkpoint
     if checkpoint is not None:
         say(
-            f"going on after step {await restore_checkpoint(loop, checkpoint)}, from {checkpoint.path}"
+            f"resuming after step {await restore_checkpoint(loop, checkpoint)}, from {checkpoint.path}"
         )
     elif step := step_there(cfg):
         loop.set_position(step, loop.state.cursor, {})
         say(
-            f"going on after step {step}, from {cfg.resume and cfg.resume.resume_from} of the trainer job"
+            f"resuming after step {step}, from {cfg.resume and cfg.resume.resume_from} of the trainer job"
         )
     if cfg.log_path is None:
         say(
@@ -310,7 +308,7 @@ async def begin_run(
     if not done:
         say("no checkpoint yet: starting at step 1")
     if aside := run.rewind(done):
-        say(f"steps after {done} were put aside in {aside}")
+        say(f"steps after {done} were moved to {aside}")
     with contextlib.suppress(RecordError):  # a damaged record costs that record
         for record in map(run.record, run.steps[-1:]):
             for line in other_sources(record, sources_of(loop, cfg.loss_options())):
@@ -424,9 +422,7 @@ async def train(
     plan = plan_run(cfg, resume, trust, problem, **parts)  # before anything is set up
     passed = [name for name, part in parts.items() if part is not None]
     if problem is not None and passed:
-        raise ConfigError(
-            "problem", got=f"{', '.join(passed)} beside it", expected="one of the two"
-        )
+        raise ConfigError("problem", got=f"{', '.join(passed)} as well", expected="one of the two")
     problem = problem or make(cfg, **parts)
     check_loss(cfg.loss, problem.make_loss)
     # what one measures, its first call says
@@ -645,7 +641,7 @@ class Saver:
         command = f"rl-notebook train --resume --log-path {shlex.quote(str(self.run.path))}"
         if (self.run.path / "rows.jsonl").exists():  # it was given what no config names
             command = f"the script that began it, main(..., resume=True), and log_path {str(self.run.path)!r}"
-        return f"{done}; it goes on {f'after step {saved}' if saved else 'from the beginning'} with: {command}"
+        return f"{done}; it resumes {f'after step {saved}' if saved else 'from the beginning'} with: {command}"
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #92be28e6
 async def _held_out(

@@ -34,7 +34,7 @@ from rl_notebook.core.types import (
     PromptGroup,
     RecordError,
 )
-from ..core.types import OFF, RLNotebookError, RolloutSample, normalize_off
+from ..core.types import NEUTRAL_SAMPLING, RLNotebookError, RolloutSample, normalize_off
 from .records import StepRecord, encode, read_record, staged_folder, write_record
 from .run import Run, RunFolder
 from .tables import written_text
@@ -162,10 +162,10 @@ class Update:
         args = trainer.args
         self.number = trainer.state.global_step
         self.ends = {*trainer.eos_token_ids, trainer.processing_class.pad_token_id}
-        asked = {name: getattr(args, name) for name in ("temperature", *OFF)} | (
+        asked = {name: getattr(args, name) for name in ("temperature", *NEUTRAL_SAMPLING)} | (
             args.generation_kwargs or {}
         )
-        cut = any(normalize_off(name, asked[name]) != off for name, off in OFF.items())
+        cut = any(normalize_off(name, asked[name]) != off for name, off in NEUTRAL_SAMPLING.items())
         self.sampling = {"temperature": float(asked["temperature"]), "processed": cut}
         self.scored_at = float(args.temperature)  # generation_kwargs do not reach it
         self.dtype = (

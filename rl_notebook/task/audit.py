@@ -293,7 +293,7 @@ async def audit_rows(
         outcomes.append(
             Outcome(kind, name, means[name], share, make(attack_rows[int(column.argmax())])[:200])
         )
-    title = f"A right answer earns {most:.3g} on average, said as {best!r}"
+    title = f"A right answer earns {most:.3g} on average, written as {best!r}"
     rewards_answers = any(t.answer for t in attack_rows) and (
         known or most > means["the answer of another row"]
     )

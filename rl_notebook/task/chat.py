@@ -29,7 +29,7 @@ import numpy as np
 
 from ..core.align import align_routing
 from rl_notebook.core.types import (
-    OFF,
+    NEUTRAL_SAMPLING,
     AlignmentError,
     Completion,
     ConfigError,
@@ -327,8 +327,8 @@ def completion_logprobs(completion: Completion, where: str = "completion") -> np
         return completion.sampling_logprobs
     if completion.params.draws_from_raw:
         return completion.logprobs
-    got = f"none, at {', '.join(f'{name} {getattr(completion.params, name)}' for name in ('temperature', *OFF))}"
-    fix = "Use a sampler that reports them, or draw at temperature 1 with nothing cut off or penalised."
+    got = f"none, at {', '.join(f'{name} {getattr(completion.params, name)}' for name in ('temperature', *NEUTRAL_SAMPLING))}"
+    fix = "Use a sampler that reports them, or sample at temperature 1 with nothing cut off or penalised."
     raise AlignmentError(
         "sampling logprobs", where=where, got=got, expected="one per sampled token", fix=fix
     )

@@ -293,7 +293,7 @@ def _template_options(
         )
         options |= parsed
     if options and "messages" not in form:
-        got = f"{', '.join(options)} beside {next(iter(form))}"
+        got = f"{', '.join(options)} together with {next(iter(form))}"
         raise DataError(
             "chat template",
             where=where,
@@ -920,4 +920,4 @@ class Rollouts:
     dropped: tuple[str, ...] = ()  # reasons of samples that failed
     # the rollout that each sample is a segment of; () = each sample is a whole rollout
     runs: tuple[int, ...] = ()
-    redrawn: tuple[str, ...] = ()  # reasons of samples that failed and were sampled again
+    resampled: tuple[str, ...] = ()  # reasons of samples that failed and were sampled again

@@ -376,7 +376,7 @@ def _shares(
 
 
 def dead_figure(payload: Mapping[str, Any]) -> Figure:
-    "Groups whose completions are all equally good teach nothing: the prompts are too easy, or too hard."
+    "Groups whose completions are all equally good give no signal: the prompts are too easy, or too hard."
     about = {kind: (f"all {kind}", color) for kind, color in NO_SIGNAL_COLORS.items()}
     return _shares(payload, about, "share of groups")
 
@@ -571,7 +571,7 @@ def time_figure(payload: Mapping[str, Any]) -> Figure:
     return figure_of(bars, "seconds", **_STACKED, bargap=0)
 
 
-ROW_COLORS = {"": ("taught nothing", tint("grey", 0.55)), "ready": ("ready", tint("green", 0.45))}
+ROW_COLORS = {"": ("no signal", tint("grey", 0.55)), "ready": ("ready", tint("green", 0.45))}
 ROW_COLORS["in flight"] = ("in flight", tint("green", 0.2))
 
 
@@ -723,7 +723,7 @@ def mismatch_figure(payload: Mapping[str, Any]) -> Figure:
     kinds = {kind: (f"by {kind}", COLORS[color]) for kind, color in colors.items()}
     lanes = {"tickvals": [*range(len(bars))], "ticktext": [bar["part"] for bar in bars]}
     y = y_axis("", **lanes, range=[len(bars) - 0.5, -0.5], showgrid=False)
-    axes = {"xaxis": {**AXIS, "title": {"text": "nats a token"}}, "yaxis": y}
+    axes = {"xaxis": {**AXIS, "title": {"text": "nats per token"}}, "yaxis": y}
     return figure_of(_by_kind(bars, kinds, start=0.0, width=0.8), "", hovermode="closest", **axes)
 
 # %% ../../nbs/views/02_charts.ipynb #9b4a8a67
@@ -1046,7 +1046,7 @@ LOOKS = {
     "time": Look("Time by phase", time_figure),
     "advantages": Look("Advantages by group", advantage_map),
     "rewards counted": Look("Rewards, counted", counts_figure),
-    "timeline": Look("Rollouts beside training", timeline_figure, wide=True),
+    "timeline": Look("Rollouts during training", timeline_figure, wide=True),
     "staleness": Look("Staleness of trained groups", staleness_figure),
     "waits": Look("Who waits", waits_figure),
     "mismatch": Look("Where trainer and sampler differ", mismatch_figure),

@@ -57,7 +57,7 @@ def run_elsewhere(loop: Loop) -> str:
 # %% ../../nbs/views/00_player.ipynb #ad6d6879
 ACTIONS = {  # icon and sentence of their buttons
     "play": ("play", "Run phase after phase until paused, stopped or done."),
-    "pause": ("pause", "Hold after the running phase; play goes on from there."),
+    "pause": ("pause", "Hold after the running phase; play continues from there."),
     "drain": ("hourglass-half", "Pause, and wait for the rows in flight."),
     "phase": ("step-forward", "Run the next phase."),
     "step": ("fast-forward", "Run what is left of this step."),
@@ -103,7 +103,7 @@ def refusal(player: Player, action: str) -> str:  # a sentence; empty when the a
     if action == "undo":
         return "" if loop.weights.snapshots.undoable else nothing_to_undo(loop)
     if action == "phase" and by_windows(loop):
-        return "Single phases are not available with windows: the prompts of several steps are drawn together."
+        return "Single phases are not available with windows: the prompts of several steps are sampled together."
     return "All steps are done." if loop.done and player.window is None else ""
 
 # %% ../../nbs/views/00_player.ipynb #e371f810

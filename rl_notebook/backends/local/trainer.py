@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import re
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -977,7 +978,7 @@ def open_local(
     inline: bool = False,  # compute on the calling thread, for debuggers
     threads: int
     | None = None,  # of torch, on a CPU; None = one where layers are small, else as torch is set
-    beside: bool = False,  # the sampler computes in a separate worker: rollouts continue while the policy trains
+    concurrent_sampling: bool = False,  # a separate worker samples: rollouts continue while the policy trains
     max_batch: int = 256,  # completions sampled at once
     max_seq_len: int | None = None,  # None = the model's context
     tokens_per_batch: int = 16384,  # padded tokens of one forward pass
@@ -989,9 +990,14 @@ def open_local(
     gradient_checkpointing: bool = False,  # backward computes each layer again: less memory, more time
     router_replay: bool = False,  # mixture of experts: the policy takes the experts that the sampler chose
     router_replay_completion_only: bool = True,  # for sampled tokens only; False = for the prompt as well
+    beside: bool | None = None,  # the earlier name of `concurrent_sampling`, until 0.2
 ) -> Backend:  # policy LocalTrainer, reference LocalReference, sampler LocalSampler
     "Policy, reference, sampler and sync over one model in this process."
-    opened = {name: value for name, value in locals().items() if name not in ("model", "tokenizer")}
+    if beside is not None:
+        warnings.warn("open_local: beside is called concurrent_sampling now", stacklevel=2)
+        concurrent_sampling = beside
+    live_objects = ("model", "tokenizer", "beside")
+    opened = {name: value for name, value in locals().items() if name not in live_objects}
     model, tokenizer = model_and_tokenizer(model, tokenizer)
     check_adapter(model, lora_rank)
     device = find_device(device)
@@ -1019,7 +1025,7 @@ def open_local(
         engine.causal.size, engine.causal.decoder.config.num_hidden_layers, threads, inline
     )
     run = Worker(inline, count)
-    sampling_worker = Worker(threads=count) if beside else run
+    sampling_worker = Worker(threads=count) if concurrent_sampling else run
     if router_replay:
         engine.routers = find_routers(served)
         engine.note_prompt = not router_replay_completion_only

@@ -32,7 +32,7 @@ from rl_notebook.core.types import (
     RLNotebookError,
     SampleParams,
 )
-from ...core.types import OFF, quoted
+from ...core.types import NEUTRAL_SAMPLING, quoted
 
 # %% auto #0
 __all__ = []
@@ -114,7 +114,7 @@ def request_body(
     body |= {"temperature": params.temperature, "seed": seed, **dialect.neutral, **dialect.sample}
     check_known(params, dialect.path, dialect.neutral)
     defaults = SampleParams()
-    for name in (*OFF, "stop", "stop_token_ids"):
+    for name in (*NEUTRAL_SAMPLING, "stop", "stop_token_ids"):
         value = getattr(params, name)
         if value != getattr(defaults, name):
             body[name] = list(value) if isinstance(value, tuple) else value
@@ -212,7 +212,7 @@ def check_choice(
     "The ids and the finish reason of a choice; raises `BackendError`."
     ids = completion_ids(choice)
     if ids is None:
-        fix = f"{dialect.ids_hint} Text is not tokenised again: the ids could differ from those drawn."
+        fix = f"{dialect.ids_hint} Text is not tokenised again: the ids could differ from those sampled."
         got = f"a choice with {sorted(k for k, v in choice.items() if v is not None)}"
         raise BackendError(
             "no token ids came back",
@@ -368,7 +368,7 @@ class OpenAISampler:
         where = self.wire.root
         if not self.dialect.prefill:
             got = f"a server that scores no given tokens ({self.server})"
-            fix = "Draw at temperature 1 without cut-offs, and leave its weights as they are: both go without."
+            fix = "Sample at temperature 1 without cut-offs, and leave its weights as they are: both go without."
             raise BackendError(
                 "prompt logprobs",
                 where=where,
@@ -449,14 +449,14 @@ class ServerReport:
     def findings(self) -> Findings:
         "What it can, and what is missing for what."
         without = {
-            "raw": "Draw at temperature 1, or start vLLM with --logprobs-mode processed_logprobs.",
-            "unknown": "Draw at temperature 1 without cut-offs: ratios to what was drawn are not known elsewhere.",
+            "raw": "Sample at temperature 1, or start vLLM with --logprobs-mode processed_logprobs.",
+            "unknown": "Sample at temperature 1 without cut-offs: elsewhere ratios to the sampling distribution are not known.",
         }
-        scored = f"{nats(self.gap)} from those reported when drawn"
+        scored = f"{nats(self.gap)} from those reported when sampled"
         needed = ""
         if not self.prompt_logprobs:
             scored = "none"
-            needed = "A weight sync cannot be checked; draw at temperature 1 without cut-offs."
+            needed = "A weight sync cannot be checked; sample at temperature 1 without cut-offs."
         dev = (
             ""
             if self.loads
@@ -467,11 +467,11 @@ class ServerReport:
             Finding(
                 "longest sequence",
                 bool(self.max_seq_len) or None,
-                str(self.max_seq_len or "not said"),
+                str(self.max_seq_len or "unknown"),
             ),
             Finding("prompt logprobs", self.prompt_logprobs, scored, "one per token", needed),
             Finding(
-                "drawn logprobs",
+                "sampled logprobs",
                 self.kind not in without,
                 self.kind,
                 "processed",

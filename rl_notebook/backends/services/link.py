@@ -354,7 +354,9 @@ class CallRetries:
             link.drop(self.why, rejected=not is_lost(error))
         self.seen[status] = self.seen.get(status, 0) + 1
         if not is_lost(error) or (status == 404 and self.seen[404] > 1):
-            raise BackendError(f"{link.sdk.name} refused", got=self.why) from self.cause
+            raise BackendError(
+                f"{link.sdk.name} rejected the request", got=self.why
+            ) from self.cause
         return True
 
     def pause(self, seconds: float) -> None:

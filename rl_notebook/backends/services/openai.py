@@ -27,7 +27,7 @@ from .completions import Dialect, OpenAISampler, probe
 from .wire import Refused, Secret, HttpClient
 from ...core.findings import Finding, Findings
 from ...core.retries import AdaptiveLimit, AskAgain, Retries
-from ...core.types import OFF, BackendError, RLNotebookError
+from ...core.types import NEUTRAL_SAMPLING, BackendError, RLNotebookError
 
 # %% auto #0
 __all__ = ['open_openai']
@@ -189,7 +189,7 @@ async def check_not_paused(wire: HttpClient, ours: bool) -> None:
     if not ours:
         fix = "The server is paused: POST /resume, once the program that paused it is done."
         raise BackendError(
-            "the server", where=wire.root, got="a paused one", expected="one that draws", fix=fix
+            "the server", where=wire.root, got="a paused one", expected="one that samples", fix=fix
         )
     await wire.ask("POST", "/resume", limited=False)
     end = "as by a process that ended in a weight sync"
@@ -272,7 +272,7 @@ async def start(sync: VLLMSync) -> None:
         sync.sampler.model = ADAPTER if sync.lora else sync.sampler.model
         gap = await gap_served(sync)
     if not gap <= _SAME_MODEL:
-        fix = "Start the server anew with this model: a folder written by save_pretrained. Has an earlier run moved it?"
+        fix = "Start the server again with this model: a folder written by save_pretrained. Has an earlier run moved it?"
         raise BackendError(
             "the server's model", got=f"logprobs off by {gap:.3g}", expected="this model's", fix=fix
         )
@@ -378,7 +378,10 @@ async def check_openai(sampler: OpenAISampler) -> list[Findings]:
     except RLNotebookError as reason:
         meaning = "Nothing can be trained on text alone, or on ids without logprobs."
         row = Finding(name, False, str(reason), "ids, with a logprob each", meaning)
-    return [facts, Findings([row], f"can {sampler.server} at {sampler.wire.root} be drawn from?")]
+    return [
+        facts,
+        Findings([row], f"does {sampler.server} at {sampler.wire.root} sample as expected?"),
+    ]
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #382d6d9b
 def _capabilities(local: Capabilities, sampler: OpenAISampler) -> Capabilities:
@@ -395,7 +398,9 @@ def _capabilities(local: Capabilities, sampler: OpenAISampler) -> Capabilities:
     ]
     sampler.max_seq_len = min(lengths) if lengths else None
     seed = bool(sampler.report and sampler.report.seed)
-    cuts: Any = {n: known and n in sampler.dialect.neutral for n in OFF if n != "top_p"}
+    cuts: Any = {
+        n: known and n in sampler.dialect.neutral for n in NEUTRAL_SAMPLING if n != "top_p"
+    }
     return replace(
         local, name="openai", top_p=known, **cuts, seed=seed, max_seq_len=sampler.max_seq_len
     )

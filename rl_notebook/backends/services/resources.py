@@ -318,7 +318,7 @@ def settle_leftovers(
         return {}
     what = "resources of an earlier process"
     got = ", ".join(map(str, listed))
-    fix = "Open with leftover='attach' to go on with them, with leftover='clean' to release them, or do it by hand:"
+    fix = "Open with leftover='attach' to use them again, with leftover='clean' to release them, or do it by hand:"
     by_hand = "".join(f"\n  {r.role}: {r.command}" for r in listed)
     raise BackendError(what, where=str(folder), got=got, expected="none", fix=fix + by_hand)
 

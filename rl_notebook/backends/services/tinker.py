@@ -624,7 +624,7 @@ async def probe(
         await probe_seed(sampler, tokens),
     ]
     rows.append(await probe_temperature(sampler, tokens))
-    rows.append(Finding("max_seq_len", longest is not None or None, f"{longest or 'not said'}"))
+    rows.append(Finding("max_seq_len", longest is not None or None, f"{longest or 'unknown'}"))
     return Findings(rows, f"what the service can do (tinker {session.sdk.version})")
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #18ae0471
@@ -826,7 +826,7 @@ async def check_samples(sampler: Sampler, tokens: list[int]) -> list[Finding]:
     whole = Finding("the end is part of it", kept == len(ended), f"{kept} of {len(ended)}", "all")
     spread = np.ptp([(await sampler.logprobs(tokens)).values for _ in range(6)], axis=0).mean()
     same = within("scored again", float(spread), 0.05, " on average")
-    return [within("drawn and scored", gap, 0.05, " on average"), whole, same]
+    return [within("sampled and scored", gap, 0.05, " on average"), whole, same]
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #21d6b273
 LONGEST = 8192  # tokens that are tried; a longer context is not
@@ -958,7 +958,9 @@ async def check_sync(toy: Toy, sampler: Sampler, sync: WeightSync, h: float) -> 
         abs(s - (await toy.trainer.forward([d]))[0].values[-len(s) :]).mean() for s, d in reported
     ]
     rows.append(
-        within("draws after a sync", float(max(gaps, default=math.nan)), VISIBLE / 2, " on average")
+        within(
+            "samples after a sync", float(max(gaps, default=math.nan)), VISIBLE / 2, " on average"
+        )
     )
     return [*rows, within("trainer after a sync", changed, 0.02)]
 
