@@ -21,7 +21,6 @@ from rl_notebook.core.types import Completion, RewardError, RolloutSample
 from rl_notebook.task.audit import audit_reward
 from rl_notebook.task.data import make_row
 from rl_notebook.task.rewards import (
-    LIMITS,
     Limits,
     MathVerify,
     countdown_reward,
@@ -569,7 +568,7 @@ def test_a_reward_that_asks_for_other_rewards_does_not_wait_for_itself():
     async def both(text):
         return (await score([text], CHAT, lambda text: 0.5)).totals[0] * 2
 
-    count = LIMITS.most + 8
+    count = Limits().most + 8
     graded_ = asyncio.run(asyncio.wait_for(score(["a"] * count, CHAT, both), 120))
     assert graded_.totals.tolist() == [1.0] * count
 

@@ -19,7 +19,6 @@ import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import (
-    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
@@ -27,7 +26,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from types import SimpleNamespace, TracebackType
@@ -48,7 +47,7 @@ from rl_notebook.core.types import (
 from .data import ANSWER_COLUMNS, Row
 from ..core.trust import IMPORT_PATH
 from ..core.imports import named_function
-from ..core.retries import together
+from ..core.retries import AdaptiveLimit, together
 from rl_notebook.core.numbers import (
     MAGNITUDES,
     evaluated,
@@ -485,6 +484,16 @@ class RewardFn:
         "Whether calling it gives an awaitable."
         return inspect.iscoroutinefunction(innermost(self.function))
 
+    @property
+    def is_built_in(self) -> bool:
+        "Whether the function is one of this package; these end within a second."
+        return str(getattr(innermost(self.function), "__module__", "")).startswith("rl_notebook.")
+
+    @property
+    def may_block(self) -> bool:
+        "Whether a call may hold up the event loop, so that it wants a thread."
+        return not (self.is_async or self.is_built_in)
+
 # %% ../../nbs/task/01_rewards.ipynb #4f1e4ec8
 REWARDS: dict[str, Callable[..., Any]] = {
     "gsm8k": gsm8k_reward,
@@ -612,12 +621,10 @@ def _make_group(
         prefixes.append("" if opened else str(info.get("opened") or ""))
         tokens.append([int(t) for t in ids])
         conversation = list(info.get("messages") or [{"role": "assistant", "content": text}])
-        for k in [
-            k
-            for k, message in enumerate(conversation)
-            if opened and message.get("role") == "assistant"
-        ][-1:]:
-            conversation[k] = {**conversation[k], "content": text}
+        replies = [k for k, m in enumerate(conversation) if m.get("role") == "assistant"]
+        if opened and replies:
+            last = replies[-1]
+            conversation[last] = {**conversation[last], "content": text}
         messages.append(conversation)
     turns = any(isinstance(c, RolloutSample) and "messages" in c.info for c in completions)
     return _Group(
@@ -777,9 +784,8 @@ def _bind(fn: RewardFn, arguments: Mapping[str, Any], where: str) -> dict[str, A
             if fn.style == "native"
             else "any of "
         )
-        fix = "Is it a column? Does the row have an answer? Pass style= if the function was taken for another kind."
         fix = (
-            fix
+            "Is it a column? Does the row have an answer? Pass style= if the function was taken for another kind."
             if missing
             else f"Write it as def {fn.name}(text, answer), or (completions, **columns) as for TRL."
         )
@@ -832,31 +838,29 @@ def _group_values(result: Any, fn: RewardFn, group: _Group) -> list[Any]:
 
 # %% ../../nbs/task/01_rewards.ipynb #b5175200
 def _raised(
-    fn: RewardFn, where: str, text: str, error: BaseException, of_text: bool | None = None
+    fn: RewardFn, group: _Group, i: int | None, error: BaseException, in_thread: bool
 ) -> RewardError:
-    "What to say when a reward function raises; `of_text`: whether one of TRL got texts."
-    got = f"{type(error).__name__}: {plain_text(error)} for completion {text[:80]!r}"
+    "What to say when a reward function raises."
+    got = f"{type(error).__name__}: {plain_text(error)} for completion {group.texts[i or 0][:80]!r}"
     fix = "The traceback above says where; a reward that cannot judge returns None."
-    if "thread" in got:
-        fix += " Plain functions run in threads; with max_concurrent_rewards=0 in that of the event loop."
-    if of_text is not None:
+    if in_thread:
+        fix += " It ran in a thread; max_concurrent_rewards=0 runs it in that of the event loop."
+    if fn.style == "trl":
         form = (
-            "texts, as the prompt is a text"
-            if of_text
-            else "lists of messages, as the prompt is a list of messages"
+            "lists of messages, as the prompt is a list of messages"
+            if group.question is None
+            else "texts, as the prompt is a text"
         )
         fix += f" `completions` are {form}: the type of the column `prompt` decides, as in TRL."
-    expected = "a finite number, or None for unscorable"
     return RewardError(
-        f"reward function {fn.name!r} raised", where=where, got=got, expected=expected, fix=fix
+        f"reward function {fn.name!r} raised",
+        where=group.where(i),
+        got=got,
+        expected="a finite number, or None for unscorable",
+        fix=fix,
     )
 
 # %% ../../nbs/task/01_rewards.ipynb #fb5d1d64
-def is_ours(function: Any) -> bool:
-    "Whether a function is one of this package, which end within a second and need no thread."
-    return str(getattr(innermost(function), "__module__", "")).startswith("rl_notebook.")
-
-
 @dataclass(eq=False)
 class Limits:
     "How reward functions are called: how many at once, for how long, and in which thread."
@@ -867,29 +871,17 @@ class Limits:
     blocking: bool = field(default=False, repr=False)
     # the event loop ends with the call: async functions need one that stays
     temporary_loop: bool = field(default=False, repr=False)
-    _room: tuple[Any, Any] = field(default=(None, None), repr=False)  # event loop, its semaphore
+    room: AdaptiveLimit = field(init=False, repr=False)  # the calls in flight
 
-    @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        "Room for one call."
-        if _HAS_ROOM.get():  # a reward that asks for others
-            yield
-            return
-        _HAS_ROOM.set(True)  # in the task of this call
-        loop = asyncio.get_running_loop()
-        if self._room[0] is not loop:
-            self._room = loop, asyncio.Semaphore(self.most or 1)
-        async with self._room[1]:
-            yield
+    def __post_init__(self):
+        calls = self.most or 1
+        self.room = AdaptiveLimit(calls, calls, calls)
 
     def in_thread(self, fn: RewardFn) -> bool:
         "Whether a function is called in a thread."
-        return not (self.blocking or not self.most or fn.is_async or is_ours(fn.function))
+        return fn.may_block and self.most > 0 and not self.blocking
 
 
-LIMITS = Limits()
-# whether the call that asks for a reward is that of a reward, which has room already
-_HAS_ROOM: contextvars.ContextVar[bool] = contextvars.ContextVar("_HAS_ROOM", default=False)
 # `async` functions that were called while a script waited, and stay in the shared event loop
 _IN_SHARED_LOOP: set[Any] = set()
 TIMED_OUT = object()  # in place of a reward whose call timed out
@@ -909,7 +901,7 @@ async def _result(fn: RewardFn, call: Callable[[], Any], limits: Limits) -> Any:
     "What a function returns, called and awaited where it belongs."
     if limits.in_thread(fn):
         result = await call_in_thread(call)
-    elif fn.is_async or is_ours(fn.function):
+    elif fn.is_async:
         result = call()
     else:
         result = call_outside_loop(call)
@@ -935,13 +927,13 @@ async def _call(
 ) -> Any:
     "Call a function once; exceptions name it, and `TIMED_OUT` is returned when it took too long."
     text = group.texts[i or 0]
-    read = group.opened[i or 0] + text if is_ours(fn.function) else text
+    read = group.opened[i or 0] + text if fn.is_built_in else text
     first = [read] if fn.style == "native" else []
     limits_itself = isinstance(fn.function, MathVerify)  # its time begins once its process is free
     if limits_itself:
         arguments = {**arguments, "reward_timeout": limits.timeout}
     call = functools.partial(fn.function, *first, **_bind(fn, arguments, group.where(i)))
-    async with limits.place():
+    async with limits.room.slot():
         # from when there is room
         clock = asyncio.timeout(None if limits_itself else limits.timeout)
         try:
@@ -958,15 +950,14 @@ async def _call(
             if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # it is this coroutine that is cancelled
             lines = _traceback_of(e, fn.function)
-            of_text = group.question is not None if fn.style == "trl" else None
-            raise _raised(fn, group.where(i), text, e, of_text) from (
+            raise _raised(fn, group, i, e, limits.in_thread(fn)) from (
                 e if lines is None else e.with_traceback(lines)
             )
 
 # %% ../../nbs/task/01_rewards.ipynb #55cfe6fd
 def _check_timeout(fn: RewardFn, limits: Limits) -> None:
     "Raise `RewardError` for a time limit over a plain function that runs in the thread of the event loop."
-    if limits.timeout is None or limits.in_thread(fn) or fn.is_async or is_ours(fn.function):
+    if limits.timeout is None or limits.in_thread(fn) or not fn.may_block:
         return
     raise RewardError(
         "reward_timeout",
@@ -1050,11 +1041,8 @@ def as_reward_fns(source: Any, weights: Sequence[float] | None = None) -> tuple[
         raise RewardError(
             "weights", got=len(weights), expected=f"{len(fns)}, one per reward function"
         )
-    fns = (
-        fns
-        if weights is None
-        else tuple(replace(f, weight=w) for f, w in zip(fns, weights, strict=True))
-    )
+    if weights is not None:
+        fns = tuple(replace(f, weight=w) for f, w in zip(fns, weights, strict=True))
     repeated = [name for name, count in Counter(f.name for f in fns).items() if count > 1]
     if not fns or repeated or all(f.weight == 0 for f in fns):
         got = (
@@ -1096,7 +1084,7 @@ async def score(
     group: int | None = None,  # index of the group, for messages
     sample: int = 0,  # index of the first completion in its group, for messages
     step: int | None = None,  # of the run, for TRL's `trainer_state.global_step`
-    limits: Limits = LIMITS,  # how many calls at once, and for how long
+    limits: Limits | None = None,  # how many calls at once, and for how long; None = `Limits()`
 ) -> Scores:
     "Rewards of the completions of one prompt; raises `RewardError` when a function misbehaves."
     fns = as_reward_fns(reward_fns, weights)
@@ -1104,6 +1092,7 @@ async def score(
         raise RewardError("completions", where=row.where, got="none", expected="at least 1")
     g = _make_group(completions, row, group, sample, step)
     logs = _Logs()
+    limits = limits or Limits()
     values = tuple(await together([_values(f, g, logs, limits) for f in fns]))
     for column, cells in logs.extra.items():
         if len(cells) != (n := len(g.texts)):
@@ -1122,23 +1111,18 @@ Job = Callable[["Limits"], Coroutine[Any, Any, T]]
 def blocking(job: Job[T]) -> T:
     "The result of a job that asks reward functions, for callers that cannot await."
     running = asyncio._get_running_loop()
-    if running is not None and hasattr(running, "_run_once"):  # an event loop of asyncio
-        return _wait_within(running, job)
-    return call_outside_loop(lambda: _wait_alone(job))
-
-
-def _wait_within(loop: asyncio.AbstractEventLoop, job: Job[T]) -> T:
-    "The result of a job in the event loop that runs already."
-    task = loop.create_task(job(Limits(blocking=True)))
+    if running is None or not hasattr(running, "_run_once"):  # not an event loop of asyncio
+        return call_outside_loop(lambda: _run_in_new_loop(job))
+    task = running.create_task(job(Limits(blocking=True)))
     try:
-        run_until(loop, task.done)
+        run_until(running, task.done)
     finally:
         task.cancel()
     return task.result()
 
 
-def _wait_alone(job: Job[T]) -> T:
-    "Run a job in a new event loop."
+def _run_in_new_loop(job: Job[T]) -> T:
+    "The result of a job; unlike `asyncio.run`, an interrupt stops a plain function at once."
     loop = asyncio.new_event_loop()
     task = loop.create_task(job(Limits(blocking=True, temporary_loop=True)))
     try:
