@@ -573,7 +573,7 @@ def run_view(args: Sequence[str]) -> int:  # exit code
                 folder,
                 out,
                 every=options.every,
-                patience=options.idle_timeout,
+                idle_timeout=options.idle_timeout,
                 say=say,
                 **content,
             )

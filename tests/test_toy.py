@@ -244,9 +244,3 @@ def test_smollm2_is_a_chat_model_that_can_add():
     )
     out = model.generate(**batch, max_new_tokens=10, do_sample=False)
     assert "7" in tokenizer.decode(out[0, batch["input_ids"].shape[1] :])
-
-
-@pytest.mark.parametrize("name", ["load_model", "tiny_path", "build_tokenizer"])
-def test_a_name_that_has_moved_warns_and_works(name):
-    with pytest.warns(DeprecationWarning, match=f"from rl_notebook.task.models import {name}"):
-        assert getattr(toy, name) is getattr(models, name)

@@ -11,18 +11,19 @@ from typing import Any
 from ..core.types import MissingExtra
 from .service import RunningEmulator, start_emulator
 
+try:
+    import pytest
+except ImportError as error:
+    raise MissingExtra(
+        "rl_notebook.emulator.testing", got="no pytest", fix="Install it: pip install pytest"
+    ) from error
+
 # %% auto #0
-__all__ = ['emulator_fixture']
+__all__ = ['emulator', 'emulator_fixture']
 
 # %% ../../nbs/emulator/06_testing.ipynb #098b7f85
 def emulator_fixture(scope: Any = "function", **settings: Any) -> Any:
     "A pytest fixture that yields a `RunningEmulator`; the settings are those of `start_emulator`."
-    try:
-        import pytest
-    except ImportError as error:
-        raise MissingExtra(
-            "the fixture", got="no pytest", fix="Install it: pip install pytest"
-        ) from error
 
     @pytest.fixture(scope=scope)
     def emulator() -> Iterator[RunningEmulator]:
@@ -32,8 +33,4 @@ def emulator_fixture(scope: Any = "function", **settings: Any) -> Any:
     return emulator
 
 
-def __getattr__(name: str) -> Any:
-    "`emulator`, the fixture: made when it is imported, so that pytest is needed by those who test."
-    if name == "emulator":
-        return emulator_fixture()
-    raise AttributeError(f"module 'rl_notebook.emulator.testing' has no attribute {name!r}")
+emulator = emulator_fixture()

@@ -97,9 +97,9 @@ class Promise:
 class InOrder:
     "Work by number, each number once."
 
-    def __init__(self, prefix: str, patience_s: float = 60.0):
+    def __init__(self, prefix: str, gap_timeout_s: float = 60.0):
         self.prefix = prefix
-        self.patience_s = patience_s
+        self.gap_timeout_s = gap_timeout_s
         self.next = 1
         self.promises: dict[int, Promise] = {}
         self.waiting: dict[int, Work] = {}
@@ -127,14 +127,14 @@ class InOrder:
         "Take turns while there is work; a number that does not come fails those behind it."
         while self.waiting:
             try:
-                async with asyncio.timeout(self.patience_s):
+                async with asyncio.timeout(self.gap_timeout_s):
                     while self.next not in self.waiting:
                         self.arrived.clear()
                         await self.arrived.wait()
             except TimeoutError:
                 missing = self.next
                 self.next = max(self.waiting) + 1
-                text = f"seq_id {missing} has not arrived within {self.patience_s:g} s"
+                text = f"seq_id {missing} has not arrived within {self.gap_timeout_s:g} s"
                 for number in self.waiting:
                     self.promises[number].result = {"error": text, "category": "server"}
                     self.promises[number].done.set()
@@ -341,7 +341,7 @@ class EmulatedTrainer:
         forward_only: bool = False,  # a reference: it scores, and does not learn
         name: str = "",  # of the trainer job
         poll_s: float = 20.0,  # longest wait for a result before "try again"
-        patience_s: float = 60.0,  # longest wait for a missing seq_id
+        gap_timeout_s: float = 60.0,  # longest wait for a missing seq_id
         pooled: bool = False,  # serverless: snapshots belong to sessions, whose ids begin with `ts-`
     ):
         self.models = models
@@ -351,7 +351,7 @@ class EmulatedTrainer:
         self.name = name or "trainer"
         self.pooled = pooled
         self.poll_s = poll_s
-        self.patience_s = patience_s
+        self.gap_timeout_s = gap_timeout_s
         self.memory = Memory()
 
     def states_of(self, owner: str) -> Snapshots:
@@ -518,7 +518,7 @@ def open_learner(call: Call, model_id: str, base_model: str, lora: Mapping[str, 
     rank = int(lora.get("rank") or 0)
     backend = trainer.models.open(rank, float(lora.get("alpha") or 32), int(lora.get("seed") or 0))
     owner = model_id if tinker else trainer.name
-    order = InOrder(model_id, trainer.patience_s)
+    order = InOrder(model_id, trainer.gap_timeout_s)
     frozen = trainer.forward_only or bool(call.body.get("base_only"))
     return Learner(model_id, base_model, rank, backend, order, owner, tinker, frozen)
 

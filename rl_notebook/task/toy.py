@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -90,16 +88,3 @@ def toy_format_reward(
 ) -> float:
     "1.0 if the completion is running sums (or none) and then one `#### n`, right or wrong, else 0.0."
     return float(_SHAPE.fullmatch(completion_text.strip()) is not None)
-
-# %% ../../nbs/task/05_toy.ipynb #5e1a0d08
-_MOVED = ("build_tokenizer", "load_model", "tiny_path")  # to `task.models`
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MOVED:
-        raise AttributeError(f"module 'rl_notebook.task.toy' has no attribute {name!r}")
-    from rl_notebook.task import models
-
-    message = f"{name} has moved: write `from rl_notebook.task.models import {name}`"
-    warnings.warn(message, DeprecationWarning, stacklevel=2)
-    return getattr(models, name)

@@ -725,7 +725,7 @@ async def follow(
     path: str | os.PathLike[str],  # of the page
     every: float = 5.0,  # seconds between two looks
     title: str | None = None,  # None = the name of the run folder
-    patience: float = math.inf,  # seconds without a line after which a run that is not finished is left, too
+    idle_timeout: float = math.inf,  # seconds without a line after which it ends, too
     # called with a line whenever the state of the run changes
     say: Callable[[str], Any] = lambda line: None,
     **options: Any,  # further ones of `report_html`
@@ -766,7 +766,7 @@ async def follow(
                     await asyncio.to_thread(write, status, every)
                 seen = now
                 failed = 0
-                if time.time() - stat.st_mtime > patience:
+                if time.time() - stat.st_mtime > idle_timeout:
                     break
             except RecordError:  # a run that is being rewound is whole again a moment later
                 if (failed := failed + 1) == 3:
