@@ -297,7 +297,7 @@ def test_what_a_page_loads_is_small_and_asks_for_nothing():
     assert re.findall(r"import\s*\(.*?\)", code) == ["import(url)"]
     assert str(LiveCharts._esm) == code
     assert len(code) < 10_000  # a page waits two seconds for it
-    assert chart("reward", reward_payload(history(5))).live().script == plotly_script()
+    assert chart("reward", reward_payload(history(5))).live().plotly.script == plotly_script()
     assert "url(" not in asset("charts.css")
 
 

@@ -3,8 +3,10 @@
 const CONFIG = { displaylogo: false, displayModeBar: false };
 export const rest = (ms) => new Promise((done) => setTimeout(done, ms));
 
-// plotly's script comes as data, and is read once per page, whichever widget is drawn first.
-export function library(script) {
+// plotly's script is the data of a model that all widgets share, and is read once per page, whichever is drawn first.
+export async function library(model) {
+  const shared = await model.widget_manager.get_model(model.get("plotly").replace("IPY_MODEL_", ""));
+  const script = shared.get("script");
   const loading = (globalThis.rlNotebookPlotly ??= new Map()); // script -> promise of what it defines
   if (!loading.has(script)) loading.set(script, evaluate(script));
   return loading.get(script);

@@ -26,7 +26,7 @@ async function render({ model, el, signal }) {
   const cards = new Map();
   const fitAll = () => cards.forEach(({ plot }) => fit(Plotly, plot));
   const observer = new ResizeObserver(fitAll);
-  const Plotly = await library(model.get("script"));
+  const Plotly = await library(model);
   if (signal?.aborted) return;
 
   function place(about) {

@@ -52,7 +52,7 @@ export function overview(state, stops) {
 
   numbers.append(labelled("tokens of", scope), table);
   const drawNumbers = () => {
-    const { points, tokens, undefined: missing } = data();
+    const { shown, tokens, undefined: missing } = data();
     const { quantiles, tokens: compared } = chosen();
     table.replaceChildren(make("span", "rlt-soft", `|difference| over ${compared.toLocaleString("en")} tokens`));
     for (const [name, v] of Object.entries(quantiles)) {
@@ -60,14 +60,13 @@ export function overview(state, stops) {
       pair.append(make("span", "rlt-soft", name), make("b", "", form(v)));
       table.append(pair);
     }
-    const shown = points.x.length;
     if (shown < tokens - missing) table.append(make("span", "rlt-soft", `${shown.toLocaleString("en")} shown, the farthest among them`));
     if (missing) table.append(make("span", "rlt-alarm", `${missing} not a number`));
     drawCharts();
   };
   const drawAll = () => {
     const o = data();
-    node.hidden = !o?.points;
+    node.hidden = !o;
     if (node.hidden) return;
     verdict.dataset.state = o.verdict.state;
     verdict.replaceChildren(make("b", "", o.verdict.text));

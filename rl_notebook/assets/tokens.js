@@ -235,7 +235,7 @@ function render({ model, el, signal }) {
   theme();
   state.tell("items", "payload", "overview");
   root.dataset.ready = "true";
-  library(model.get("script")).then((Plotly) => {
+  library(model).then((Plotly) => {
     if (signal?.aborted) return;
     state.Plotly = Plotly;
     state.tell("plotly");

@@ -9,7 +9,7 @@ import html
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -417,17 +417,6 @@ class WhatIf:
     def dlogprobs(self) -> dict[str, tuple[np.ndarray, ...]]:
         "dL/dlogprob by name, one (N-1,) array per datum."
         return {name: output.dlogprobs for name, output in self.outputs.items()}
-
-    def as_record(self, name: str) -> StepRecord:
-        "The step as it would have been recorded under a variant, for views of records."
-        output = self.outputs[name]
-        options = dict(self.batch.options)
-        options = asdict(self.variants[name].options) if name in self.variants else options
-        metrics = dict(output.metrics)
-        made = {"options": options, "updates": self.batch.updates}
-        return StepRecord(
-            self.batch.step, self.batch.groups, self.datums[name], output, metrics, **made
-        )
 
     @property
     def headline(self) -> str:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import anywidget
+import ipywidgets
 import numpy as np
 import traitlets
 
@@ -1146,19 +1147,33 @@ def plotly_script() -> str:
     return asset("plotly-cartesian.min.js")
 
 # %% ../../nbs/views/02_charts.ipynb #68edfa17
+class PlotlyScript(ipywidgets.Widget):
+    "The script that draws the charts, sent to a page once for all of its widgets."
+
+    script = traitlets.Unicode().tag(sync=True)
+    of_kernel: ClassVar[PlotlyScript | None] = None
+
+    @classmethod
+    def shared(cls) -> PlotlyScript:
+        "The one of this kernel; another one where the last was closed."
+        if cls.of_kernel is None or cls.of_kernel.comm is None:
+            cls.of_kernel = cls(script=plotly_script())
+        return cls.of_kernel
+
+
 class LiveCharts(anywidget.AnyWidget):
     "Charts in a grid."
 
     _esm = module("charts.js")
     _css = asset("charts.css")
-    script = traitlets.Unicode().tag(sync=True)  # plotly's
+    plotly = traitlets.Instance(PlotlyScript).tag(sync=True, **ipywidgets.widget_serialization)
     shown = traitlets.List().tag(
         sync=True
     )  # name, title, caption, height without the title, and whether it is wide
     figures = traitlets.Dict().tag(sync=True)  # by name
 
     def __init__(self, *charts: Chart):
-        super().__init__(script=plotly_script())
+        super().__init__(plotly=PlotlyScript.shared())
         self.draw(*charts)
 
     def draw(self, *charts: Chart) -> None:

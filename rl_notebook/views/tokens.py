@@ -29,12 +29,12 @@ from rl_notebook.views.charts import (
     COLORS,
     INK,
     Figure,
+    PlotlyScript,
     asset,
     figure_of,
     line_trace,
     module,
     picture_html,
-    plotly_script,
     y_axis,
 )
 from rl_notebook.views.payloads import (
@@ -49,7 +49,7 @@ from rl_notebook.views.payloads import (
 from .payloads import trainer_of
 
 # %% auto #0
-__all__ = ['TokenInspector', 'inspect_tokens']
+__all__ = ['overview_json', 'TokenInspector', 'inspect_tokens']
 
 # %% ../../nbs/views/03_tokens.ipynb #f5a82cad
 _STILL = ".jp-OutputArea-child:has(> .jp-OutputArea-output > [data-rln-static])"
@@ -580,6 +580,14 @@ def place_of(rows: Sequence[TokenRow], group: int, sample: int, target: int | No
     return item
 
 # %% ../../nbs/views/03_tokens.ipynb #a5c09f05
+def overview_json(overview: Mapping[str, Any] | None, widget: Any) -> dict[str, Any] | None:
+    "What the browser gets of an overview: how many points there are; the points themselves are in the charts."
+    if not overview:
+        return None
+    numbers = {name: value for name, value in overview.items() if name != "points"}
+    return {**numbers, "shown": len(overview["points"]["x"])}
+
+
 class TokenInspector(anywidget.AnyWidget):
     "Tokens of a step with all their series: hover, zoom, arrow keys, the worst tokens, coordinates, all samples."
 
@@ -587,9 +595,11 @@ class TokenInspector(anywidget.AnyWidget):
     _css = asset("tokens.css") + asset("table.css")
     items = traitlets.List().tag(sync=True)  # of `menu_payload`
     payload = traitlets.Dict().tag(sync=True)  # of `token_payload`, or a message
-    overview = traitlets.Dict(allow_none=True).tag(sync=True)  # of `overview_payload`
+    overview = traitlets.Dict(allow_none=True).tag(  # of `overview_payload`
+        sync=True, to_json=overview_json
+    )
     figures = traitlets.Dict().tag(sync=True)  # of `inspector_figures`
-    script = traitlets.Unicode().tag(sync=True)  # plotly's
+    plotly = traitlets.Instance(PlotlyScript).tag(sync=True, **ipywidgets.widget_serialization)
     item = traitlets.Int(0).tag(sync=True)  # which sample is shown
     target = traitlets.Int(-1).tag(sync=True)  # the selected target, -1 = none
     series = traitlets.Unicode("").tag(
@@ -617,7 +627,7 @@ class TokenInspector(anywidget.AnyWidget):
             items=menu_payload(self.rows),
             overview=overview,
             figures=inspector_figures(overview),
-            script=plotly_script(),
+            plotly=PlotlyScript.shared(),
             payload=payload,
             item=item,
             series=series,
