@@ -35,7 +35,7 @@ class Deviation:
         )
 
 
-def learns(named: str, change: Callable[[list], list]) -> Deviation:
+def learns_other_datums(named: str, change: Callable[[list], list]) -> Deviation:
     "Other datums are learned than were sent."
 
     def run_otherwise(run, learner, batch):
@@ -57,7 +57,9 @@ def with_changed_weights(datum, change):
 
 
 def changes_weights(named: str, change) -> Deviation:
-    return learns(named, lambda datums: [with_changed_weights(d, change) for d in datums])
+    return learns_other_datums(
+        named, lambda datums: [with_changed_weights(d, change) for d in datums]
+    )
 
 
 def per_call(datums):
@@ -93,7 +95,7 @@ def last_call_only(run):
     return deviating
 
 
-def says(named: str, change, learning: bool | None = None) -> Deviation:
+def other_logprobs(named: str, change, learning: bool | None = None) -> Deviation:
     "Passes answer with other logprobs: `change(series, how many sequences there are)`; of those that learn, or all."
 
     def answered(run, learner, batch):
@@ -132,7 +134,7 @@ def forget_moments(learner):
     learner.state.optimizer = None
 
 
-def sends(named: str, factor: float, layers: str = "") -> Deviation:
+def sends_scaled_adapter(named: str, factor: float, layers: str = "") -> Deviation:
     "The sampler gets an adapter whose second factor is multiplied, in layers of this name."
 
     def part(name):
@@ -144,7 +146,7 @@ def sends(named: str, factor: float, layers: str = "") -> Deviation:
     return Deviation(named, "snapshot_weights", lambda save: lambda *a: change(save(*a)))
 
 
-def one_late(save):
+def late_by_one_snapshot(save):
     def deviating(learner, kind):
         sent = vars(learner).setdefault("sent", [])
         sent.append(save(learner, kind))
@@ -153,7 +155,7 @@ def one_late(save):
     return deviating
 
 
-def rounding(save):
+def rounded_weights(save):
     def deviating(learner, kind):
         with torch.no_grad():
             for p in learner.state.targets:
@@ -163,7 +165,7 @@ def rounding(save):
     return deviating
 
 
-def live(asample):
+def live_weights(asample):
     "The sampler has the trainer's weights, synced or not."
 
     def deviating(call):
@@ -210,7 +212,7 @@ def samples(
     return Deviation(check, "post", wrap, LocalSampler)
 
 
-def processed(c):
+def report_processed(c):
     return replace(c, logprobs=c.sampling_logprobs)
 
 
@@ -219,7 +221,7 @@ def without_end(c):
     return replace(c, **cut) if c.finish_reason == "stop" else c
 
 
-def warm(open_learner):
+def scored_at_other_temperature(open_learner):
     def deviating(*call):
         learner = open_learner(*call)
         learner.state.scoring = replace(learner.state.scoring, temperature=0.8)
@@ -228,7 +230,7 @@ def warm(open_learner):
     return deviating
 
 
-def boastful(capabilities):
+def doubled_context(capabilities):
     def twice(model):
         return {**model, "max_context_length": 2 * model["max_context_length"]}
 
@@ -237,7 +239,7 @@ def boastful(capabilities):
     }
 
 
-def unclipped(served):
+def without_clipping(served):
     def open_ended(batch):
         return replace(batch, loss_fn="importance_sampling", config={})
 
@@ -256,20 +258,22 @@ TINKER: dict[str, Deviation] = {
         "derivatives travel as", lambda w: w / max(1, np.count_nonzero(w))
     ),
     "averaged": Deviation("derivatives travel as", "run_pass", averaged_pass),
-    "divided by sequences": learns("two sequences", per_call),
-    "last sequence left out": learns("two sequences", lambda datums: datums[:-1] or datums),
-    "equal sequences once": learns(
+    "divided by sequences": learns_other_datums("two sequences", per_call),
+    "last sequence left out": learns_other_datums(
+        "two sequences", lambda datums: datums[:-1] or datums
+    ),
+    "equal sequences once": learns_other_datums(
         "two sequences", lambda datums: [*{d.tokens.tobytes(): d for d in datums}.values()]
     ),
     "last call only": Deviation("two calls", "run_pass", last_call_only),
-    "scored a place late": says("shift", lambda s, n: np.roll(s, 1)),
-    "base 2": says("policy and sampler", lambda s, n: s / np.log(2)),
-    "temperature 0.8": Deviation("policy and sampler", "open_learner", warm),
-    "dropout": says("alone and in a batch", lambda s, n: s + RNG.normal(0, 0.3, len(s))),
-    "dropout in training": says(
+    "scored a place late": other_logprobs("shift", lambda s, n: np.roll(s, 1)),
+    "base 2": other_logprobs("policy and sampler", lambda s, n: s / np.log(2)),
+    "temperature 0.8": Deviation("policy and sampler", "open_learner", scored_at_other_temperature),
+    "dropout": other_logprobs("alone and in a batch", lambda s, n: s + RNG.normal(0, 0.3, len(s))),
+    "dropout in training": other_logprobs(
         "forward inside backward", lambda s, n: s + RNG.normal(0, 0.3, len(s)), True
     ),
-    "neighbours leak": says("alone and in a batch", lambda s, n: s - 0.2 * (n - 1)),
+    "neighbours leak": other_logprobs("alone and in a batch", lambda s, n: s - 0.2 * (n - 1)),
     "half the rate": steps("size of a step", learning_rate=0.5),
     "nothing moves": steps("gradient sign", learning_rate=0.0),
     "two updates": steps("size of a step", after="again"),
@@ -285,24 +289,28 @@ TINKER: dict[str, Deviation] = {
         "load_state",
         lambda load: lambda a, b, c, d, e: load(a, b, c, False, e),
     ),
-    "sync brings nothing": sends("second sync", 0.0),
-    "half the layers": sends("second sync", 0.0, "layers.0"),
-    "adapter twice": sends("second sync", 2.0),
-    "one sync late": Deviation("second sync", "snapshot_weights", one_late),
-    "sync rounds the trainer": Deviation("trainer after a sync", "snapshot_weights", rounding),
-    "sampler follows": Deviation("sampler before a sync", "asample", live, trainer.POSTS),
-    "sequences cut": says("longest sequence", lambda s, n: np.where(np.arange(len(s)) < 100, s, 0)),
-    "says twice its context": Deviation(
-        "longest sequence", "get_server_capabilities", boastful, trainer.GETS
+    "sync brings nothing": sends_scaled_adapter("second sync", 0.0),
+    "half the layers": sends_scaled_adapter("second sync", 0.0, "layers.0"),
+    "adapter twice": sends_scaled_adapter("second sync", 2.0),
+    "one sync late": Deviation("second sync", "snapshot_weights", late_by_one_snapshot),
+    "sync rounds the trainer": Deviation(
+        "trainer after a sync", "snapshot_weights", rounded_weights
     ),
-    "ppo does not clip": Deviation("its own losses", "served_loss", unclipped),
+    "sampler follows": Deviation("sampler before a sync", "asample", live_weights, trainer.POSTS),
+    "sequences cut": other_logprobs(
+        "longest sequence", lambda s, n: np.where(np.arange(len(s)) < 100, s, 0)
+    ),
+    "says twice its context": Deviation(
+        "longest sequence", "get_server_capabilities", doubled_context, trainer.GETS
+    ),
+    "ppo does not clip": Deviation("its own losses", "served_loss", without_clipping),
 }
 SAMPLERS: dict[str, Deviation] = {  # whatever it speaks
     "sampled at 0.5": samples("sampling frequencies", temperature=0.5),
     "top-p 0.8": samples("sampling frequencies", top_p=0.8),
     "greedy": samples("sampling frequencies", temperature=0.0),
-    "top-k 3, reported after the cut": samples("sampled and scored", processed, top_k=3),
-    "reported at 0.7": samples("sampled and scored", processed, temperature=0.7),
+    "top-k 3, reported after the cut": samples("sampled and scored", report_processed, top_k=3),
+    "reported at 0.7": samples("sampled and scored", report_processed, temperature=0.7),
     "longer than asked": samples(
         "how it ended", change=lambda p: {"max_tokens": 2 * p.max_tokens - 1}
     ),
@@ -322,7 +330,7 @@ TINKER |= SAMPLERS | {
 }
 
 
-def scaled(change) -> dict[str, Callable]:
+def scaled_logprobs(change) -> dict[str, Callable]:
     "All logprobs, of what is sampled and of what is given."
 
     def report(c):
@@ -331,12 +339,12 @@ def scaled(change) -> dict[str, Callable]:
     return {"report": report, "echo": lambda ids, scores: change(scores)}
 
 
-def on_behind(c):
+def sampled_past_the_end(c):
     more = {"tokens": [*c.tokens, 84], "logprobs": [*c.logprobs, -1], "sampling_logprobs": None}
     return replace(c, **more) if c.finish_reason == "stop" else c
 
 
-def has(named: str, change) -> Deviation:
+def other_fields(named: str, change) -> Deviation:
     "A choice in a response has other fields: `change(choice)` returns some of them."
 
     def altered(choice):
@@ -345,16 +353,16 @@ def has(named: str, change) -> Deviation:
     return Deviation(named, "choice_of", lambda make: lambda *a: altered(make(*a)), server)
 
 
-def quantised(w):
+def quantise(w):
     step = w.abs().amax(-1, keepdim=True) / 7 + 1e-9
     return (w / step).round() * step if w.ndim == 2 else w
 
 
-def of_quantised(load):
+def quantised_model(load):
     def deviating(self):
         model, tokenizer = load(self)
         with torch.no_grad():
-            [p.copy_(quantised(p)) for p in model.parameters()]
+            [p.copy_(quantise(p)) for p in model.parameters()]
         return model, tokenizer
 
     return deviating
@@ -376,9 +384,9 @@ OPENAI: dict[str, Deviation] = SAMPLERS | {
     "temperature at most 1": samples(
         "temperature", change=lambda p: {"temperature": min(1.0, p.temperature)}
     ),
-    "base 10": samples("policy and sampler", **scaled(lambda s: s / np.log(10))),
+    "base 10": samples("policy and sampler", **scaled_logprobs(lambda s: s / np.log(10))),
     "-100 where it is rare": samples(
-        "policy and sampler", **scaled(lambda s: np.where(s < -4, -100, s))
+        "policy and sampler", **scaled_logprobs(lambda s: np.where(s < -4, -100, s))
     ),
     "16 tokens at most": samples(
         "how it ended", change=lambda p: {"max_tokens": min(p.max_tokens, 16)}
@@ -392,17 +400,19 @@ OPENAI: dict[str, Deviation] = SAMPLERS | {
     ),
     "always stop": samples("how it ended", lambda c: replace(c, finish_reason="stop")),
     "always length": samples("how it ended", lambda c: replace(c, finish_reason="length")),
-    "samples on behind the end": samples("how it ended", on_behind),
+    "samples on behind the end": samples("how it ended", sampled_past_the_end),
     "ends at another token": samples("how it ended", stop_token_ids=(226,)),
-    "quantised": Deviation("policy and sampler", "load", of_quantised, models.Models),
-    "text stripped": has("text", lambda c: {"text": c["text"][1:].strip()}),
-    "special tokens in the text": has("text", lambda c: {"text": c["text"] + "<|end|>"}),
-    "no logprobs": has("completions of ids", lambda c: {"logprobs": None}),
-    "BOS in front, and said": has("completions of ids", lambda c: {"prompt_token_ids": [1, 2]}),
+    "quantised": Deviation("policy and sampler", "load", quantised_model, models.Models),
+    "text stripped": other_fields("text", lambda c: {"text": c["text"][1:].strip()}),
+    "special tokens in the text": other_fields("text", lambda c: {"text": c["text"] + "<|end|>"}),
+    "no logprobs": other_fields("completions of ids", lambda c: {"logprobs": None}),
+    "BOS in front, and said": other_fields(
+        "completions of ids", lambda c: {"prompt_token_ids": [1, 2]}
+    ),
 }
 
 
-def loads(named: str, change) -> Deviation:
+def loads_other_weights(named: str, change) -> Deviation:
     "A deployment loads `change(the new weights, the old ones)`."
 
     def wrap(swap):
@@ -415,11 +425,11 @@ def loads(named: str, change) -> Deviation:
     return Deviation(named, "swap", wrap, models.Serving)
 
 
-def without(part: str) -> Callable:
+def without_part(part: str) -> Callable:
     return lambda new, old: {n: old[n] if part in n else t for n, t in new.items()}
 
 
-def keeps(named: str, when) -> Deviation:
+def keeps_first_weights(named: str, when) -> Deviation:
     "What is asked `when` is answered by the first weights."
 
     def wrap(post):
@@ -435,17 +445,17 @@ def keeps(named: str, when) -> Deviation:
 
 FIREWORKS: dict[str, Deviation] = SAMPLERS | {
     "end tokens cut off": samples("set up", without_end),  # the first of all is empty
-    "weights not loaded": loads("second sync", lambda new, old: old),
-    "difference added twice": loads(
+    "weights not loaded": loads_other_weights("second sync", lambda new, old: old),
+    "difference added twice": loads_other_weights(
         "second sync", lambda new, old: {n: 2 * t - old[n] for n, t in new.items()}
     ),
-    "a layer not loaded": loads("second sync", without("layers.0")),
-    "head not loaded": loads("second sync", without("embed")),
-    "quantised when loaded": loads(
-        "first sync", lambda new, old: {n: quantised(t) for n, t in new.items()}
+    "a layer not loaded": loads_other_weights("second sync", without_part("layers.0")),
+    "head not loaded": loads_other_weights("second sync", without_part("embed")),
+    "quantised when loaded": loads_other_weights(
+        "first sync", lambda new, old: {n: quantise(t) for n, t in new.items()}
     ),
-    "a replica keeps its weights": keeps("second sync", lambda item: next(COUNT) % 2),
-    "samples keep their weights": keeps(
+    "a replica keeps its weights": keeps_first_weights("second sync", lambda item: next(COUNT) % 2),
+    "samples keep their weights": keeps_first_weights(
         "samples after a sync", lambda item: isinstance(item, Request)
     ),
 }

@@ -1186,7 +1186,7 @@ def sampled_completion(
     return asked_of(response, call)
 
 
-def scored(response: Mapping[str, Any], tokens: Sequence[int]) -> np.ndarray:
+def scored_logprobs(response: Mapping[str, Any], tokens: Sequence[int]) -> np.ndarray:
     "The logprobs of given tokens in a recorded response."
 
     async def call(sampler: OpenAISampler) -> np.ndarray:
@@ -1270,10 +1270,10 @@ def echoed_completion(case: Case, tokens: Sequence[int]) -> Outcome:
     response = case.inputs["response"]
     p = len(case.inputs["prompt_ids"])
     if case.raises:
-        assert_rejected(lambda: scored(response, tokens), "echo")
+        assert_rejected(lambda: scored_logprobs(response, tokens), "echo")
         return AGREED
     (want,) = case.expected["completions"]
-    got = scored(response, tokens)
+    got = scored_logprobs(response, tokens)
     assert len(got) == len(tokens) - 1
     assert want["logprobs_echoed"]
     assert want["echoed_prompt_logprob_count"] == p - 1

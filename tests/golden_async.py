@@ -369,7 +369,7 @@ def whole_loop(case: Case) -> Outcome:
         return AGREED
     wanted = {
         **e,
-        "train_and_sync": [rounded(unordered_rewards(event)) for event in e["train_and_sync"]],
+        "train_and_sync": [round_floats(unordered_rewards(event)) for event in e["train_and_sync"]],
     }
     names = {name for event in e["train_and_sync"] if event[0] == "train_step" for name in event[3]}
 
@@ -379,7 +379,7 @@ def whole_loop(case: Case) -> Outcome:
     return Outcome((*checked_settings(case), *either_way(play, wanted)))
 
 
-def rounded(event: Sequence[Any]) -> list[Any]:
+def round_floats(event: Sequence[Any]) -> list[Any]:
     "An event with its floats to 12 digits."
 
     def short(value):
@@ -424,7 +424,7 @@ async def played_loop(case: Case, theirs: bool, names: set[str]) -> dict[str, An
         }
         await asyncio.sleep(c["train_duration"])
         shown = {name: stats[name] for name in names}
-        events.append(rounded(["train_step", step, [row.number for row in live], shown]))
+        events.append(round_floats(["train_step", step, [row.number for row in live], shown]))
         step += 1
         if c["weight_sync"] and step % c["weight_sync_interval"] == 0:
             await asyncio.sleep(c["weight_sync_duration"])

@@ -88,8 +88,8 @@ def turn_advantages(case: Case) -> Outcome:
 # -- turns and tokens ---------------------------------------------------------------------------------------------
 
 
-def masked(num_tokens: int, turns: Sequence[tuple[int, int]]) -> RolloutSample:
-    "A sample in which the policy says these stretches; rejected where it says nothing or the first token."
+def sample_of_turns(num_tokens: int, turns: Sequence[tuple[int, int]]) -> RolloutSample:
+    "A sample in which the policy generates these turns; rejected where it generates nothing or the first token."
     mask = np.zeros(num_tokens, dtype=np.int64)
     for start, end in turns:
         mask[start:end] = 1
@@ -105,9 +105,9 @@ def detected_turns(case: Case) -> Outcome:
     completion = (x["prompt_len"], x["total_tokens"])
     recorded = [tuple(t) for t in case.expected["turns"]]
     if completion[0] == completion[1] or completion[0] == 0:
-        assert_rejected(lambda: masked(completion[1], [completion]), "loss_mask")
+        assert_rejected(lambda: sample_of_turns(completion[1], [completion]), "loss_mask")
         return Outcome((NOTHING_SAMPLED if completion[0] else NO_PROMPT,))
-    ours = masked(completion[1], [completion]).turns
+    ours = sample_of_turns(completion[1], [completion]).turns
     assert ours == [completion]
     if ours != recorded:
         assert len(recorded) > 1, "the text was cut although it holds no tag"
@@ -115,14 +115,14 @@ def detected_turns(case: Case) -> Outcome:
     return AGREED
 
 
-def expanded(
+def per_token(
     recorded: Sequence[float], turns: Sequence[tuple[int, int]], values: Sequence[float], first: int
 ) -> Outcome:
     "Advantages of turns (first token, one past the last) at the targets that score their tokens."
     n = len(recorded)
     whole = [(a, b) for a, b in turns if a < b]
     if not whole:
-        assert_rejected(lambda: masked(n + 1, turns), "loss_mask")
+        assert_rejected(lambda: sample_of_turns(n + 1, turns), "loss_mask")
         return Outcome((NOTHING_SAMPLED,))
     edges = [e for turn in whole for e in turn]
     separate = (
@@ -130,7 +130,11 @@ def expanded(
     )
     if not separate or len(values) != len(turns):
         return Outcome((NO_MASK,))
-    close(datums.per_target(masked(n + 1, whole), np.array(values)), floats(recorded), "advantages")
+    close(
+        datums.per_target(sample_of_turns(n + 1, whole), np.array(values)),
+        floats(recorded),
+        "advantages",
+    )
     return AGREED
 
 
@@ -139,7 +143,7 @@ def expanded_boundaries(case: Case) -> Outcome:
     "An advantage on every token of its turn, at the target that scores the token."
     x = case.inputs
     turns = [tuple(t) for t in x["turn_boundaries"]]
-    return expanded(case.expected["per_token"], turns, x["turn_adv"], x["prompt_len"])
+    return per_token(case.expected["per_token"], turns, x["turn_adv"], x["prompt_len"])
 
 
 @adapter("igpo_expand_spans")
@@ -147,7 +151,9 @@ def expanded_spans(case: Case) -> Outcome:
     "The same from (first token, length, turn from 1)."
     x = case.inputs
     known = {t: (start, start + length) for start, length, t in x["spans"]}
-    return expanded(case.expected["per_token"], [known[t] for t in sorted(known)], x["turn_adv"], 0)
+    return per_token(
+        case.expected["per_token"], [known[t] for t in sorted(known)], x["turn_adv"], 0
+    )
 
 
 # -- scores -------------------------------------------------------------------------------------------------------
@@ -205,7 +211,7 @@ def prompt_logprobs(response: Mapping[str, Any]) -> list[float | None]:
     return [row["logprob"] for row in logprobs.get("content") or []]
 
 
-def served(
+def scored_by_server(
     response: Mapping[str, Any], prefix: Sequence[int], answer: Sequence[int]
 ) -> tuple[igpo.Scored, Any]:
     "What our sampler makes of a server's reply, and the prompt that it has sent."
@@ -250,9 +256,11 @@ def score_prefix(case: Case) -> Outcome:
     answer = x["answer_tokens"]
     difference = why_rejected(prompt_logprobs(x["response"]), prefix, answer)
     if case.raises or difference:
-        assert_rejected(lambda: served(x["response"], prefix, answer), "logprobs", "echo", "tokens")
+        assert_rejected(
+            lambda: scored_by_server(x["response"], prefix, answer), "logprobs", "echo", "tokens"
+        )
         return AGREED if case.raises else Outcome((difference,))
-    scored, sent = served(x["response"], prefix, answer)
+    scored, sent = scored_by_server(x["response"], prefix, answer)
     assert sent == [*prefix, *answer]
     text = case.expected["request"]["json"]["prompt"]
     assert text == " ".join(map(str, sent)), "its tokenizer joins ids"

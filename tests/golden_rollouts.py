@@ -115,7 +115,7 @@ BELIEVED = "a gap in the logprobs of sampled tokens is rejected; there it goes i
 ECHOED = "an echo of N-1 values is understood; there every such sample is dropped"
 
 
-def aligned(case: Case, values: Sequence[float | None]) -> np.ndarray:
+def completion_logprobs(case: Case, values: Sequence[float | None]) -> np.ndarray:
     "(C,) what a sampler returned, as completion logprobs."
     x = case.inputs
     target = align_logprobs(
@@ -124,7 +124,7 @@ def aligned(case: Case, values: Sequence[float | None]) -> np.ndarray:
     return target[x["prompt_len"] - 1 :]
 
 
-def completed(case: Case, values: Sequence[float | None] | None) -> Completion:
+def completion_of(case: Case, values: Sequence[float | None] | None) -> Completion:
     "A recorded completion as one of ours; raises where its series do not fit."
     x = case.inputs
     if values is None:
@@ -132,9 +132,9 @@ def completed(case: Case, values: Sequence[float | None] | None) -> Completion:
     tokens = x["full_tokens"]
     at = x["prompt_len"]
     raw = x.get("raw_logprobs")
-    sampled = aligned(case, values)
+    sampled = completion_logprobs(case, values)
     if raw is not None:
-        raw = aligned(case, raw if len(raw) != len(tokens) else [None, *raw[1:]])
+        raw = completion_logprobs(case, raw if len(raw) != len(tokens) else [None, *raw[1:]])
     return Completion(
         tokens[:at], tokens[at:], sampled if raw is None else raw, sampled, "t", "length"
     )
@@ -194,7 +194,7 @@ def completion_to_run(case: Case) -> Outcome:
 
     def make(values: Sequence[float | None] | None) -> RolloutSample:
         sample = sample_from_completion(
-            completed(case, values), reward=float(case.config["reward"])
+            completion_of(case, values), reward=float(case.config["reward"])
         )
         return sampled_group([sample]).samples[0]
 
@@ -219,7 +219,7 @@ def rollout_example(case: Case) -> Outcome:
     "The guides' single-turn rollout, written against our sampler, sampled as the loop samples it."
 
     def make(values: Sequence[float | None] | None) -> RolloutSample:
-        completion = completed(case, values)  # raises here what the sampler would raise
+        completion = completion_of(case, values)  # raises here what the sampler would raise
         sampler = build_deployment_sampler(
             RolloutSetup(Replies(lambda: completion), None, SampleParams(), 1)
         )
@@ -312,7 +312,9 @@ def prompt_group(case: Case) -> Outcome:
         (FIRST_MASKED, "loss_mask", any(s["loss_mask"][0] for s in segments)),
     ):
         if broken:
-            assert_rejected(lambda: sampled_group([result_of(run) for run in numbers(runs)]), about)
+            assert_rejected(
+                lambda: sampled_group([result_of(run) for run in with_numbers(runs)]), about
+            )
             return Outcome((because,))
     ours = sampled_group([result_of(run) for run in runs])
     if len(runs) == 1:
@@ -329,7 +331,7 @@ def prompt_group(case: Case) -> Outcome:
     return Outcome((ALONE,)) if len(runs) == 1 else AGREED
 
 
-def numbers(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dict[str, Any]]]:
+def with_numbers(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dict[str, Any]]]:
     "Recorded runs whose rewards may be spelled out."
     return [[{**s, "reward": float(s["reward"])} for s in run] for run in runs]
 

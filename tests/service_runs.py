@@ -124,7 +124,9 @@ def fixed_datums() -> list[Datum]:
     ]
 
 
-async def measured(cfg: Config, backend: Any, running: RunningEmulator, **options: Any) -> Outcome:
+async def train_and_measure(
+    cfg: Config, backend: Any, running: RunningEmulator, **options: Any
+) -> Outcome:
     "Train, then look at the weights from every side."
     records: list[StepRecord] = []
     silent = {"say": lambda line: None, "progress": False}
@@ -139,7 +141,10 @@ async def measured(cfg: Config, backend: Any, running: RunningEmulator, **option
         return np.concatenate([lp.values[d.active] for lp, d in zip(series, datums, strict=True)])
 
     trainer = policy_trainer(running, backend)
-    inside = (*held(trainer, backend.policy.link.client.model_id), newest_snapshot(trainer))
+    inside = (
+        *updates_and_weights(trainer, backend.policy.link.client.model_id),
+        newest_snapshot(trainer),
+    )
     return Outcome(result, records, flat(scored), flat(served), backend.policy.reconnects, *inside)
 
 
@@ -152,7 +157,7 @@ def policy_trainer(running: RunningEmulator, backend: Any) -> Any:
     ]
 
 
-def held(trainer: Any, model_id: str) -> tuple[int, dict[str, np.ndarray]]:
+def updates_and_weights(trainer: Any, model_id: str) -> tuple[int, dict[str, np.ndarray]]:
     "Updates that a model in the emulator's memory has behind it, and its weights."
     state = trainer.memory.learners[model_id].state
     return state.steps, {name: p.detach().numpy().copy() for name, p in state.params.items()}

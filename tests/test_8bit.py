@@ -161,7 +161,7 @@ def test_a_saved_state_is_exact_and_belongs_to_its_kind_of_base(where, tmp_path)
             run(backend.policy.load_state(other))
 
 
-async def stepped(cfg: Config, steps: int = 2):
+async def run_steps(cfg: Config, steps: int = 2):
     backend = await open_backend(cfg, say=lambda text: None)
     return GRPOLoop(backend, toy_rows(8), uneven, cfg)
 
@@ -170,7 +170,7 @@ async def stepped(cfg: Config, steps: int = 2):
 def test_a_loop_over_it_steps_undoes_and_has_no_mismatch():
     async def test():
         cfg = Config.from_dict({**SETTINGS, "load_in_8bit": True, "kl_beta": 0.01})
-        loop = await stepped(cfg)
+        loop = await run_steps(cfg)
         records = [await loop.step() for _ in range(3)]
         result = await diagnose(records[-1])
         assert result.ok, result
@@ -191,7 +191,7 @@ def test_a_loop_over_it_steps_undoes_and_has_no_mismatch():
 @needs_torchao
 def test_a_merged_export_is_the_model_that_was_trained(tmp_path):
     async def test():
-        loop = await stepped(Config.from_dict({**SETTINGS, "load_in_8bit": True}))
+        loop = await run_steps(Config.from_dict({**SETTINGS, "load_in_8bit": True}))
         await loop.step()
         tokens = np.arange(20, 32)
         trained = await loop.backend.sampler.logprobs(tokens)

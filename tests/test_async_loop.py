@@ -91,7 +91,7 @@ def same(a, b):
     return all(torch.equal(a[k], b[k]) for k in a)
 
 
-def numbers(records):
+def row_numbers(records):
     "Rows of the run in each record."
     return [sorted(g.number for g in r.groups) for r in records]
 
@@ -100,7 +100,7 @@ def flat(records):
     return sorted(n for r in records for g in r.groups for n in [g.number])
 
 
-def live(record):
+def trained_groups(record):
     "Groups that the step was trained on."
     trained = {d.group for d in record.datums}
     return [g for g in record.groups if g.index in trained]
@@ -150,7 +150,7 @@ def check_records(records, rows, bound):
     done = set()
     assert flat(records) == list(range(rows))
     for r in records:
-        assert all(0 <= r.step - 1 - g.submitted <= bound for g in live(r))
+        assert all(0 <= r.step - 1 - g.submitted <= bound for g in trained_groups(r))
         done |= {g.number for g in r.groups}
         assert r.pending == tuple(sorted({*range(r.consumed)} - done))
         sampled = {g.number for g in r.groups}
@@ -344,7 +344,7 @@ def test_chunks_give_the_gradient_of_one_pass():
         results = [gradients_of(loop) for loop in (whole, parts)]
         one = await whole.step()
         several = await parts.step()
-        assert numbers([one]) == numbers([several]) == [[0, 1, 2]]
+        assert row_numbers([one]) == row_numbers([several]) == [[0, 1, 2]]
         assert (one.passes, several.passes) == ((12,), (4, 4, 4))
         assert several.metrics["num_loss_tokens"] == one.metrics["num_loss_tokens"]
         assert several.metrics["grad_norm"] == pytest.approx(one.metrics["grad_norm"], rel=2e-4)
@@ -477,7 +477,7 @@ def test_close_twice_and_continue():
 # --- going back -------------------------------------------------------------------------------------------------------
 
 
-async def recorded(loop, steps):
+async def records_and_weights(loop, steps):
     "Records and weights of n steps."
     results = []
     for _ in range(steps):
@@ -491,17 +491,17 @@ def test_undo_and_the_same_batch_again_gives_the_same_weights():
         loop = begin(max_head_offpolicy_versions=0)
         await loop.step()
         before = weights(loop)
-        [(second, after)] = await recorded(loop, 1)
+        [(second, after)] = await records_and_weights(loop, 1)
         await loop.undo(to="backward")
         assert same(before, weights(loop))
         assert (loop.state.number, loop.producer.gate.version) == (2, 1)
         assert loop.producer.gate.accepted == 12 + 4 * (
-            len(live(second)) + len(loop.producer.ready)
+            len(trained_groups(second)) + len(loop.producer.ready)
         )
         check_every_row_is_accounted_for(loop)
         again = await loop.step()
         assert same(after, weights(loop))
-        assert numbers([again]) == numbers([second])
+        assert row_numbers([again]) == row_numbers([second])
         assert [g.submitted for g in again.groups] == [g.submitted for g in second.groups]
         assert (
             again.metrics["async/version_offset_max"] == second.metrics["async/version_offset_max"]
@@ -585,7 +585,7 @@ def test_a_branch_gives_what_it_gives_alone():
         for _ in range(3):
             others.append(await loop.step())
             ours.append(await branch.step())
-        assert numbers(ours)[:1] == numbers(others)[:1] == numbers(theirs)[:1]
+        assert row_numbers(ours)[:1] == row_numbers(others)[:1] == row_numbers(theirs)[:1]
         assert_same_training(ours, theirs)
         async with branch.weights.lease():
             assert same(weights(branch), weights(alone))
@@ -608,7 +608,7 @@ def test_several_updates_are_recorded_replayed_and_sought(tmp_path):
         loop = begin(LENGTH, kind=AsyncGRPOLoop, keep=ALL, **settings)
         folder = RunFolder.create(tmp_path / "run", loop.cfg)
         loop.outputs.append(folder.add)
-        steps = await recorded(loop, 2)
+        steps = await records_and_weights(loop, 2)
         for record, _ in steps:
             assert record.updates == (4, 4, 4)
             assert (
@@ -764,7 +764,7 @@ def test_a_step_is_replayed_as_far_as_it_can_be(tmp_path):
         loop.outputs.append(folder.add)
         records = await loop.run(progress=False)
         outcome = weights(loop)
-        assert any(len(r.groups) > len(live(r)) for r in records)
+        assert any(len(r.groups) > len(trained_groups(r)) for r in records)
         for record in records[-2:]:
             fresh = begin(reward, **settings)
             result = await replay(folder, record.step, fresh)
@@ -795,9 +795,9 @@ def test_seek_in_a_loop_that_is_running(versions, tmp_path):
         loop = begin(rollouts(), rows=24, max_head_offpolicy_versions=versions)
         folder = RunFolder.create(tmp_path / "run", loop.cfg)
         loop.outputs.append(folder.add)
-        steps = await recorded(loop, 1)
+        steps = await records_and_weights(loop, 1)
         await save_checkpoint(loop, folder)
-        steps += await recorded(loop, 2)
+        steps += await records_and_weights(loop, 2)
         loop.prompts()
         await turns(3)
         loop.outputs.clear()
@@ -827,7 +827,7 @@ def test_a_filter_decides_what_is_trained_on():
         loop = begin(rollouts(), keep=keep, max_head_offpolicy_versions=1)
         records = await loop.run(progress=False)
         check_records(records, ROWS, 1)
-        trained = {g.number for r in records for g in live(r)}
+        trained = {g.number for r in records for g in trained_groups(r)}
         assert trained
         assert not any(n % 3 == 0 for n in trained)
         assert records[-1].metrics["async/filter_drops"] == ROWS - len(trained)

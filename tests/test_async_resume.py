@@ -130,7 +130,7 @@ def points(seed: int) -> Iterator[Point]:
             )
 
 
-def die() -> None:
+def kill_this_process() -> None:
     "As kill -9 from outside."
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -142,29 +142,29 @@ def die_at(point: Point, note: Callable[[str], None]) -> None:
     for place, (module, owner, name) in PLACES.items():
         home = importlib.import_module(f"rl_notebook.{module}")
         home = getattr(home, owner) if owner else home
-        setattr(home, name, mined(getattr(home, name), place, point, note))
+        setattr(home, name, with_kill_point(getattr(home, name), place, point, note))
 
 
-def mined(function: Any, place: str, point: Point, note: Callable[[str], None]) -> Any:
-    "A function that may be the last one."
+def with_kill_point(function: Any, place: str, point: Point, note: Callable[[str], None]) -> Any:
+    "A function that kills its process at the point."
     counts = Counter()
 
     def enter() -> bool:
         counts["calls"] += 1
         note(place)
         if point.place == "any time" and counts["calls"] == 1 and place == "sampling":
-            threading.Timer(point.seconds, die).start()
+            threading.Timer(point.seconds, kill_this_process).start()
         at_point = point.place == place and counts["calls"] == point.count
         if at_point and point.when == "before":
-            die()
+            kill_this_process()
         if at_point and point.when == "inside":
-            threading.Timer(point.seconds, die).start()
+            threading.Timer(point.seconds, kill_this_process).start()
         return at_point
 
     def leave(at_point: bool) -> None:
         note(f"after {place}")
         if at_point:
-            die()
+            kill_this_process()
 
     if asyncio.iscoroutinefunction(function):
 

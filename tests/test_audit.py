@@ -113,7 +113,7 @@ PEOPLE = [{"prompt": f"{n}, as JSON", "person": json.dumps({"name": n})} for n i
 TARGETS = [{"prompt": f"Of 2 and 3, make {n}", "target": n} for n in (6, 5)]
 
 
-def read(text: str) -> dict | None:
+def read_json(text: str) -> dict | None:
     try:
         return dict(json.loads(text).items())
     except (ValueError, AttributeError):
@@ -122,7 +122,7 @@ def read(text: str) -> dict | None:
 
 HACKABLE |= {
     "any object": (
-        lambda text, person: (read(text) is not None) + (text == person) / 5,
+        lambda text, person: (read_json(text) is not None) + (text == person) / 5,
         PEOPLE,
         "the answer of another row",
     ),

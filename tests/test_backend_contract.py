@@ -176,7 +176,7 @@ def reinforce(datums, policy_logprobs):
     return torch.stack(parts).sum(), {"parts": float(len(parts))}
 
 
-async def sampled(backend: Backend, seed: int = 0, n: int = 4, max_tokens: int = 6):
+async def sample(backend: Backend, seed: int = 0, n: int = 4, max_tokens: int = 6):
     return await backend.sampler.sample(PROMPT, SampleParams(n=n, max_tokens=max_tokens, seed=seed))
 
 
@@ -214,7 +214,7 @@ def test_roles_have_their_protocols_and_a_reference_cannot_be_trained(opened):
 
 def test_completions(opened):
     async def test(backend):
-        completions = await sampled(backend, n=5)
+        completions = await sample(backend, n=5)
         assert len(completions) == 5
         for c in completions:
             assert c.prompt_tokens.tolist() == PROMPT
@@ -229,7 +229,7 @@ def test_completions(opened):
 
 def test_policy_reference_and_sampler_agree_at_the_start_and_are_stamped(opened):
     async def test(backend):
-        completions = await sampled(backend)
+        completions = await sample(backend)
         datums = datums_of(completions)
         policy = await backend.policy.forward(datums)
         reference = await backend.reference.forward(datums)
@@ -327,8 +327,8 @@ def test_same_seed_same_tokens(opened):
     async def test(backend):
         if not backend.capabilities.seed:
             pytest.skip("the backend has no seed")
-        alone = await sampled(backend, seed=3)
-        crowd = await asyncio.gather(*(sampled(backend, seed=s, n=1 + s) for s in range(6)))
+        alone = await sample(backend, seed=3)
+        crowd = await asyncio.gather(*(sample(backend, seed=s, n=1 + s) for s in range(6)))
         assert [c.tokens.tolist() for c in crowd[3]] == [c.tokens.tolist() for c in alone]
 
     opened(test)
@@ -336,7 +336,7 @@ def test_same_seed_same_tokens(opened):
 
 def test_the_loss_is_called_once_with_everything(opened):
     async def test(backend):
-        datums = datums_of(await sampled(backend, n=7))
+        datums = datums_of(await sample(backend, n=7))
         calls = []
 
         def loss(ds, lps):
@@ -363,7 +363,7 @@ def test_the_loss_is_called_once_with_everything(opened):
 
 def test_training_moves_the_policy_and_nothing_else(opened):
     async def test(backend):
-        completions = await sampled(backend)
+        completions = await sample(backend)
         datums = datums_of(completions, [1.0] * 4)
         before = active(await backend.policy.forward(datums), datums)
         await backend.policy.forward_backward_custom(datums, reinforce)
@@ -373,7 +373,7 @@ def test_training_moves_the_policy_and_nothing_else(opened):
         after = active(await backend.policy.forward(datums), datums)
         assert sum(a.sum() for a in after) > sum(b.sum() for b in before)
         assert gap(active(await backend.reference.forward(datums), datums), before) <= 1e-4
-        again = await sampled(backend)
+        again = await sample(backend)
         assert [c.tokens.tolist() for c in again] == [c.tokens.tolist() for c in completions]
         assert again[0].policy_version == 0
 
@@ -384,11 +384,11 @@ def test_sync_brings_the_policy_to_the_sampler_and_an_unknown_snapshot_names_the
     async def test(backend):
         for version in (1, 2):
             await backend.policy.forward_backward_custom(
-                datums_of(await sampled(backend)), reinforce
+                datums_of(await sample(backend)), reinforce
             )
             await backend.policy.optim_step(ADAM)
             assert await publish(backend, f"step-{version}") == version
-            completions = await sampled(backend, seed=version)
+            completions = await sample(backend, seed=version)
             assert {c.policy_version for c in completions} == {version}
             datums = datums_of(completions)
             policy = await backend.policy.forward(datums)
@@ -403,7 +403,7 @@ def test_sync_brings_the_policy_to_the_sampler_and_an_unknown_snapshot_names_the
 @pytest.mark.parametrize("opened", ["local"], indirect=True)
 def test_normalizations_divide_once(opened):
     async def test(backend):
-        datums = datums_of(await sampled(backend, n=5))
+        datums = datums_of(await sample(backend, n=5))
         path = await backend.policy.save_state("start")
         norms = {}
         for kind in backend.capabilities.grad_accumulation_normalization:
@@ -429,7 +429,7 @@ def test_normalizations_divide_once(opened):
 
 def test_a_step_needs_gradients_and_uses_them_up(opened):
     async def test(backend):
-        datums = datums_of(await sampled(backend))
+        datums = datums_of(await sample(backend))
         with pytest.raises(BackendError, match="no accumulated gradient"):
             await backend.policy.optim_step(ADAM)
         await backend.policy.forward_backward_custom(datums, reinforce)
@@ -447,7 +447,7 @@ def test_a_step_needs_gradients_and_uses_them_up(opened):
 
 def test_states_restore_exactly(opened):
     async def test(backend):
-        datums = datums_of(await sampled(backend))
+        datums = datums_of(await sample(backend))
 
         async def step():
             out = await backend.policy.forward_backward_custom(datums, reinforce)
@@ -464,7 +464,7 @@ def test_states_restore_exactly(opened):
 
 def test_bad_losses_are_rejected_and_leave_nothing_behind(opened):
     async def test(backend):
-        datums = datums_of(await sampled(backend))
+        datums = datums_of(await sample(backend))
 
         def ignoring(ds, lps):
             return reinforce(ds[:-1], lps[:-1])
@@ -503,9 +503,9 @@ def test_bad_prompts_are_rejected_and_others_continue(opened):
         with pytest.raises(RLNotebookError, match=rf"sample 3 \(row 'q17'\).*at most {limit}"):
             await backend.policy.forward([too_long])
         results = await asyncio.gather(
-            sampled(backend),
+            sample(backend),
             backend.sampler.sample([], SampleParams()),
-            sampled(backend),
+            sample(backend),
             return_exceptions=True,
         )
         assert isinstance(results[1], BackendError)
@@ -517,11 +517,11 @@ def test_bad_prompts_are_rejected_and_others_continue(opened):
 def test_a_closed_backend_says_so(opened):
     async def test(backend):
         async with backend:
-            await sampled(backend)
+            await sample(backend)
         with pytest.raises(BackendError, match="closed"):
             await backend.policy.forward([Datum([1, 2], [1])])
         with pytest.raises(BackendError, match="closed"):
-            await sampled(backend)
+            await sample(backend)
 
     opened(test)
 
@@ -539,7 +539,7 @@ def test_three_steps_agree_with_the_local_backend(opened, entry):
 
     async def test(backend):
         async with local(**entry.local_options) as local_backend:
-            datums = datums_of(await sampled(local_backend, n=8))
+            datums = datums_of(await sample(local_backend, n=8))
             ours, theirs = [await three(b, datums) for b in (backend, local_backend)]
             for (loss, logprobs, dlogprobs), (loss_, logprobs_, dlogprobs_) in zip(
                 ours, theirs, strict=True
@@ -555,9 +555,9 @@ def test_three_steps_agree_with_the_local_backend(opened, entry):
     opened(test)
 
 
-async def anchored(backend: Backend) -> list[Datum]:
+async def datums_with_anchors(backend: Backend) -> list[Datum]:
     "Datums whose anchors lie around the policy, so that ratios are clipped; one has no advantage."
-    datums = datums_of(await sampled(backend, n=5))
+    datums = datums_of(await sample(backend, n=5))
     scored = await backend.policy.forward(datums)
     rng = np.random.default_rng(0)
     return [
@@ -599,7 +599,7 @@ def test_a_builtin_loss_trains_like_the_same_loss_here(opened, entry):
         return outputs, await entry.weights(backend), requests_since(begun)
 
     async def test(backend):
-        datums = await anchored(backend)
+        datums = await datums_with_anchors(backend)
         start = await backend.policy.save_state("start")
         assert backend.capabilities.builtin_losses
         for name in backend.capabilities.builtin_losses:

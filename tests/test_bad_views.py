@@ -49,7 +49,7 @@ BAD = '</script><script>document.title="owned"</script><img src=x onerror=alert(
 OPTIONS = {"policy_loss": "ppo", "kl_beta": 0.01, "eps_clip": 0.2}
 
 
-def trained(record: StepRecord) -> StepRecord:
+def with_loss(record: StepRecord) -> StepRecord:
     "The record with the loss, gradient and metrics that its datums and logprobs really have."
     assert record.loss is not None
     loss = evaluate_loss(record.datums, record.loss.logprobs, loss_factory(LossOptions(**OPTIONS)))
@@ -63,20 +63,20 @@ def step_of(groups: int, completions: int = 8) -> StepRecord:
     record = synthetic_record(1, groups=groups, completions=completions)
     policy = record.loss.logprobs
     datums = [replace(d, ref_logprobs=p.values) for d, p in zip(record.datums, policy, strict=True)]
-    return trained(replace(record, datums=datums))
+    return with_loss(replace(record, datums=datums))
 
 
 def all_masked() -> StepRecord:
     "Every datum cut away, as by `overlong`."
-    record = good("8 groups")
+    record = record_of("8 groups")
     datums = [replace(d, weights=np.zeros(len(d.weights))) for d in record.datums]
-    record = trained(replace(record, datums=datums))
+    record = with_loss(replace(record, datums=datums))
     return replace(record, metrics=dict(record.metrics) | {"grad_norm": 0.0, "update_norm": 0.0})
 
 
 def diverged() -> StepRecord:
     "A policy that says NaN everywhere, and what follows from it."
-    record = good("8 groups")
+    record = record_of("8 groups")
 
     def nan(d):
         return np.where(d.active, np.nan, 0.0)
@@ -98,7 +98,7 @@ def first_target(d: Datum) -> int:
 
 def hole_in_policy() -> StepRecord:
     "NaN at one target of the policy's."
-    record = good("8 groups")
+    record = record_of("8 groups")
     first, *others = record.loss.logprobs
     values = np.array(first.values)
     values[first_target(record.datums[0])] = np.nan
@@ -115,7 +115,7 @@ def series_of(name: str, bad: float, everywhere: bool) -> StepRecord:
         values[d.active if everywhere else first_target(d)] = bad
         return replace(d, **{name: values})
 
-    record = good("8 groups")
+    record = record_of("8 groups")
     datums = [
         with_bad_values(d) if everywhere or i == 0 else d for i, d in enumerate(record.datums)
     ]
@@ -124,7 +124,7 @@ def series_of(name: str, bad: float, everywhere: bool) -> StepRecord:
 
 def bad_reward() -> StepRecord:
     "A reward that is NaN, and with it the advantages of its group."
-    record = good("8 groups")
+    record = record_of("8 groups")
     first, *others = record.groups
     samples = [replace(first.samples[0], reward=math.nan), *first.samples[1:]]
     return replace(
@@ -134,7 +134,7 @@ def bad_reward() -> StepRecord:
 
 def all_wrong() -> StepRecord:
     "A step without signal, as the loop records it."
-    record = good("8 groups")
+    record = record_of("8 groups")
 
     def wrong(s):
         return replace(s, reward=0.0, rewards={"correct": 0.0})
@@ -171,7 +171,7 @@ def hostile() -> StepRecord:
         )
         for g in record.groups
     ]
-    return trained(
+    return with_loss(
         replace(record, groups=groups, datums=[replace(d, key=BAD) for d in record.datums])
     )
 
@@ -190,13 +190,13 @@ MADE: dict[str, Callable[[], StepRecord]] = {
     "nothing trained": all_wrong,
     "no completions": no_completions,
     "nothing at all": lambda: StepRecord(1, reason="no prompt could be encoded"),
-    "no loss": lambda: replace(good("8 groups"), loss=None, metrics={}),
+    "no loss": lambda: replace(record_of("8 groups"), loss=None, metrics={}),
     "hostile text": hostile,
 }
 
 
 @functools.cache
-def good(name: str) -> StepRecord:
+def record_of(name: str) -> StepRecord:
     "A record of the table, made once."
     return MADE[name]()
 
@@ -220,7 +220,7 @@ def words(page: str) -> str:
 
 
 @functools.cache
-def live() -> LiveCharts:
+def live_charts() -> LiveCharts:
     "One widget for all charts, which shows one record after the other."
     return LiveCharts()
 
@@ -229,7 +229,10 @@ def live() -> LiveCharts:
 def _tidy() -> Iterator[None]:
     "Nothing stays open after these tests."
     yield
-    for made, cached in ((dashboard, dashboard.cache_info()), (live, live.cache_info())):
+    for made, cached in (
+        (dashboard, dashboard.cache_info()),
+        (live_charts, live_charts.cache_info()),
+    ):
         if cached.currsize:
             made().close()
 
@@ -245,8 +248,8 @@ def chart_words(payloads: Mapping[str, Mapping[str, Any]]) -> str:
     pictures = {name: base64.b64decode(source).decode() for name, source in sources.items()}
     for page in (*stills.values(), *pictures.values()):
         words(page)
-    live().draw(*all_charts.values())
-    json.dumps(live().figures, allow_nan=False)
+    live_charts().draw(*all_charts.values())
+    json.dumps(live_charts().figures, allow_nan=False)
     result = charts(payloads)
     lines = [
         f"{name} | {trace.get('name', '')} {json.dumps(trace.get('z', trace.get('y')))[:400]}"
@@ -353,7 +356,9 @@ class Expected:
     others: Mapping[str, str] = field(default_factory=dict)
 
 
-def bad(name: str, value: str, *rejected_by: str, because: str = HOLE, **others: str) -> Expected:
+def not_finite(
+    name: str, value: str, *rejected_by: str, because: str = HOLE, **others: str
+) -> Expected:
     "A value that is not finite, first met at one target of the first sample."
     at = f"✗ finite: {name} is {value} at {PLACE}, target 9 (token 10)"
     texts = {"tokens": "not a number", "dashboard": "✗ finite: ", "doctor": "non-finite: "} | others
@@ -376,11 +381,11 @@ EXPECTED = {
         "✗ mask: every datum is masked", (*GRADIENT, "doctor"), "all masked|no token in",
         {"tokens": "0 scored"},
     ),
-    "NaN policy": bad("policy_logprobs", "nan", *GRADIENT, sentence="Loss is nan.", tokens="27 not a number"),
-    "one NaN of the policy": bad("policy_logprobs", "nan", *GRADIENT, sentence="policy_logprobs is nan"),
-    "NaN sampler": bad("sampler_logprobs", "nan", "doctor", "what-if", because=f"{HOLE}|infinity at all 786 positions"),
-    "one -inf of the sampler": bad("sampler_logprobs", "-inf", "what-if", doctor="1 of 786 positions have no finite"),
-    "NaN reference": bad("ref_logprobs", "nan", "what-if", doctor="786 of 786 positions have no finite number"),
+    "NaN policy": not_finite("policy_logprobs", "nan", *GRADIENT, sentence="Loss is nan.", tokens="27 not a number"),
+    "one NaN of the policy": not_finite("policy_logprobs", "nan", *GRADIENT, sentence="policy_logprobs is nan"),
+    "NaN sampler": not_finite("sampler_logprobs", "nan", "doctor", "what-if", because=f"{HOLE}|infinity at all 786 positions"),
+    "one -inf of the sampler": not_finite("sampler_logprobs", "-inf", "what-if", doctor="1 of 786 positions have no finite"),
+    "NaN reference": not_finite("ref_logprobs", "nan", "what-if", doctor="786 of 786 positions have no finite number"),
     "NaN reward": Expected(
         "rewards is nan at group 0 (row 'q757'), sample 0", ("reward lab",), "recorded reward: got nan",
         {"step charts": "[[null, null,", "tokens": "reward nan", "report": '"reward": null'},
@@ -421,9 +426,9 @@ def test_every_view_shows_a_record_or_says_what_is_wrong(name: str):
         for seer, see in SEERS.items():
             if seer in expected.rejected_by:
                 with pytest.raises(RLNotebookError, match=expected.because):
-                    see(good(name))
+                    see(record_of(name))
             else:
-                texts[seer] = see(good(name))
+                texts[seer] = see(record_of(name))
     for seer, text in {"invariants": expected.checks, **expected.others}.items():
         assert text in texts[seer], (seer, texts[seer][:4000])
     assert name not in ("8 groups", "512 groups") or "✗" not in texts["invariants"]

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from service_runs import KEY, held, no_service_is_left, policy_trainer, service
+from service_runs import KEY, updates_and_weights, no_service_is_left, policy_trainer, service
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
 from rl_notebook.backends.base import Backend
@@ -55,7 +55,9 @@ def weights(backend: Backend) -> np.ndarray:
     if hasattr(policy, "state"):
         params = {name: p.detach().numpy() for name, p in policy.state.params.items()}
     else:
-        params = held(policy_trainer(service(), backend), policy.link.client.model_id)[1]
+        params = updates_and_weights(
+            policy_trainer(service(), backend), policy.link.client.model_id
+        )[1]
     return np.concatenate([params[name].ravel().copy() for name in sorted(params)])
 
 
@@ -244,7 +246,7 @@ async def cancel_undo(baseline: Baseline, loop: GRPOLoop, *point: Any) -> None:
 WHAT = {"step": cancel_step, "taken back": cancel_step_and_undo, "undo": cancel_undo}
 
 
-async def points(baseline: Baseline, what: str, every: int = 1) -> tuple[int, list[str]]:
+async def cancel_at_every(baseline: Baseline, what: str, every: int = 1) -> tuple[int, list[str]]:
     "How many cancellations were tried, and what went wrong after which."
     tried = 0
     wrong = list[str]()
@@ -275,7 +277,7 @@ async def survey(
         for kind in kinds:
             baseline = await Baseline.record(backend, kind)
             for what in whats:
-                tried, wrong = await points(baseline, what, every)
+                tried, wrong = await cancel_at_every(baseline, what, every)
                 print(
                     f"{name:13} {kind:13} {what:11} {tried:4} tried {len(wrong):4} wrong",
                     flush=True,
@@ -338,7 +340,7 @@ LOOP = ("arrivals", "back", "change", "loop", "phases", "state", "weights")
 FILES = (*(f"rl_notebook/loop/{name}.py" for name in LOOP), "rl_notebook/backends/local/trainer.py")
 
 
-def interrupted(run: Callable[[], Any], at: int) -> str:
+def interrupt_at(run: Callable[[], Any], at: int) -> str:
     "Call with an interrupt at the n-th line of the loop or the trainer; where that was, if it ran n lines."
     lines_run = 0
     where = ""
@@ -362,7 +364,9 @@ def interrupted(run: Callable[[], Any], at: int) -> str:
     return where
 
 
-def left(event_loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> None:
+def run_and_cancel_rest(
+    event_loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]
+) -> None:
     "Run a call; if it raises, cancel what is left of it, as `asyncio.run` does."
     task = event_loop.create_task(work)
     try:
@@ -386,7 +390,11 @@ def interrupts(every: int) -> tuple[int, list[str]]:
     while True:
         entered = baseline.fresh()
         loop = run(entered.__aenter__())
-        if not (where := interrupted(functools.partial(left, event_loop, loop.step()), at)):
+        if not (
+            where := interrupt_at(
+                functools.partial(run_and_cancel_rest, event_loop, loop.step()), at
+            )
+        ):
             event_loop.close()
             return tried, wrong
         try:

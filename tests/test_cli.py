@@ -104,7 +104,7 @@ def test_view_follows_a_run_until_it_is_finished(demo, tmp_path, capsys):
     recorded = yaml.safe_load((run / "config.yaml").read_text())
     # so one step is missing
     (run / "config.yaml").write_text(yaml.safe_dump(recorded | {"steps": 3}))
-    threading.Timer(1.5, add_a_step, [run]).start()
+    threading.Timer(1.5, append_step, [run]).start()
     assert main(["view", str(run), "--every", "0.2", "--out", str(tmp_path / "page.html")]) == 0
     output = capsys.readouterr().err
     assert "The page follows the run" in output
@@ -137,7 +137,7 @@ def test_view_leaves_a_folder_of_a_script_that_says_no_end(demo, tmp_path, capsy
     assert "data-refresh" not in page.read_text()
 
 
-def add_a_step(run: Path) -> None:
+def append_step(run: Path) -> None:
     "What a running process does at the end of a step."
     folder = RunFolder.open(run)
     folder.add(replace(folder.record(2), step=3))

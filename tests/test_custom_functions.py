@@ -618,8 +618,8 @@ ATTACKS: dict[str, Callable[[Trap], Any]] = {
 
 
 @contextlib.contextmanager
-def whatever_it_says() -> Iterator[None]:
-    "An error is as good as success: what counts is what is executed."
+def errors_allowed() -> Iterator[None]:
+    "Errors are allowed: only what is executed counts."
     with contextlib.suppress(Exception):
         yield
 
@@ -656,7 +656,7 @@ def _looked_at(path: Path) -> None:
         lambda: inspect_tokens(record, tokenizer),
         lambda: reward_lab(record, list(run.config.get("rewards", [])) or toy_reward),
     ):
-        with whatever_it_says():
+        with errors_allowed():
             repr(look())
 
 
@@ -695,7 +695,7 @@ def test_a_foreign_run_folder_executes_nothing(entry, attack, sent, workdir, cap
     ATTACKS[attack](trap)
     # who is asked, and says yes without reading
     monkeypatch.setattr("builtins.input", lambda *args: "y")
-    with whatever_it_says():
+    with errors_allowed():
         ENTRIES[entry](trap.path)
     assert not trap.sprung, capsys.readouterr()
 
@@ -704,12 +704,12 @@ def test_a_foreign_run_folder_executes_nothing(entry, attack, sent, workdir, cap
 def test_other_tricks_by_the_shortest_way(attack, sent, workdir, capsys):
     trap = Trap(sent, workdir)
     ATTACKS[attack](trap)
-    with whatever_it_says():
+    with errors_allowed():
         load_problem(Config.from_dict(Run.open(trap.path).config))
-    with whatever_it_says():
+    with errors_allowed():
         Run.open(trap.path).record(2)
     if attack in ("a model with code", "a chat template"):
-        with whatever_it_says():
+        with errors_allowed():
             asyncio.run(replay_step(trap.path, 2))
     assert not trap.sprung, capsys.readouterr()
 

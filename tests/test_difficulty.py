@@ -36,15 +36,15 @@ def by_kind(text, kind):
     return float(kind == 1 or (kind == 2 and sum(map(ord, text)) % 2 == 0))
 
 
-def opened():
+def tiny_backend():
     return open_local(*load_model("tiny"), reference=False)
 
 
-def make(kind=GRPOLoop, **settings):
-    return kind(opened(), ROWS, by_kind, Config(**SMALL_RUN | settings))
+def make_loop(kind=GRPOLoop, **settings):
+    return kind(tiny_backend(), ROWS, by_kind, Config(**SMALL_RUN | settings))
 
 
-def came(records):
+def rows_of_steps(records):
     "Numbers of the rows of each step."
     return [[g.number for g in r.groups] for r in records]
 
@@ -63,12 +63,12 @@ def expected_visits(records):
 
 def test_rows_come_by_their_pass_rate_and_records_say_how_often():
     async def main():
-        loop = make()
+        loop = make_loop()
         records = await loop.run(24, progress=False)
         assert [r.visits for r in records] == list(expected_visits(records))
         # nothing is known of a row before it has come
-        assert came(records)[:3] == [[0, 1], [2, 3], [4, 5]]
-        taken = [n for step in came(records) for n in step]
+        assert rows_of_steps(records)[:3] == [[0, 1], [2, 3], [4, 5]]
+        taken = [n for step in rows_of_steps(records) for n in step]
         assert taken == sorted(set(taken))
         cursor = Cursor(ROWS, epochs=40, floor=0.1)
         at = 0
@@ -89,7 +89,7 @@ def test_rows_come_by_their_pass_rate_and_records_say_how_often():
 
 def test_undo_branch_and_phases_again_give_the_same_rows():
     async def main():
-        loop = make(epochs=9)
+        loop = make_loop(epochs=9)
         first = await loop.run(6, progress=False)
         place = loop.cursor
         await loop.undo()
@@ -98,10 +98,13 @@ def test_undo_branch_and_phases_again_give_the_same_rows():
         loop.prompts()
         loop.prompts()
         again = await loop.step()
-        assert (came([again]), again.visits) == (came(first[-1:]), first[-1].visits)
+        assert (rows_of_steps([again]), again.visits) == (
+            rows_of_steps(first[-1:]),
+            first[-1].visits,
+        )
         assert loop.cursor == place
         record = await other.step()
-        assert (came([record]), record.visits) == (came([again]), again.visits)
+        assert (rows_of_steps([record]), record.visits) == (rows_of_steps([again]), again.visits)
         with pytest.raises(ConfigError, match="difficulty_sampling"):
             loop.change(difficulty_sampling=0.5)
         while not loop.done:
@@ -117,28 +120,30 @@ def test_a_run_that_is_resumed_sought_and_replayed_has_the_same_rows(tmp_path):
     quiet = {"say": lambda line: None, "progress": False, "problem": Problem(ROWS, [], by_kind)}
 
     async def main():
-        await train(cfg, backend=opened(), **quiet)
+        await train(cfg, backend=tiny_backend(), **quiet)
         run = Run.open(cfg.log_path)
         before = [run.record(n) for n in run.steps]
         assert [r.visits for r in before] == list(expected_visits(before))
         for step in [n for n in run.checkpoints if n > 3]:
             shutil.rmtree(tmp_path / "run" / "checkpoints" / f"{step:05d}")
-        await train(cfg, backend=opened(), resume=True, **quiet)
+        await train(cfg, backend=tiny_backend(), resume=True, **quiet)
         run = Run.open(cfg.log_path)
         after = [run.record(n) for n in run.steps]
-        assert came(after) == came(before)
+        assert rows_of_steps(after) == rows_of_steps(before)
         assert [(r.visits, r.consumed) for r in after] == [(r.visits, r.consumed) for r in before]
-        replayed = await replay_step(cfg.log_path, 6, problem=quiet["problem"], backend=opened())
+        replayed = await replay_step(
+            cfg.log_path, 6, problem=quiet["problem"], backend=tiny_backend()
+        )
         assert all(phase.same is not False for phase in replayed.phases), replayed
-        fresh = GRPOLoop(opened(), ROWS, by_kind, cfg)
+        fresh = GRPOLoop(tiny_backend(), ROWS, by_kind, cfg)
         await fresh.seek(5, run)
-        assert [came([await fresh.step()]), came([await fresh.step()])] == [
-            came(before[5:6]),
-            came(before[6:7]),
+        assert [rows_of_steps([await fresh.step()]), rows_of_steps([await fresh.step()])] == [
+            rows_of_steps(before[5:6]),
+            rows_of_steps(before[6:7]),
         ]
         with pytest.raises(RecordError, match=r"difficulty_sampling=0\.5"):
             await train(
-                replace(cfg, difficulty_sampling=0.5), backend=opened(), resume=True, **quiet
+                replace(cfg, difficulty_sampling=0.5), backend=tiny_backend(), resume=True, **quiet
             )
 
     asyncio.run(main())
@@ -146,10 +151,10 @@ def test_a_run_that_is_resumed_sought_and_replayed_has_the_same_rows(tmp_path):
 
 def test_with_asynchronous_rollouts_too():
     async def main():
-        loop = make(AsyncGRPOLoop, recipe="async_rl_loop", max_head_offpolicy_versions=1)
+        loop = make_loop(AsyncGRPOLoop, recipe="async_rl_loop", max_head_offpolicy_versions=1)
         records = await loop.run(10, progress=False)
         assert [r.visits for r in records] == list(expected_visits(records))
-        assert max(n for step in came(records) for n in step) > 22  # some were passed over
+        assert max(n for step in rows_of_steps(records) for n in step) > 22  # some were passed over
         await loop.undo()
         times = {
             loop.cursor.index(g.number): r.visits[i][0]

@@ -225,7 +225,7 @@ def test_the_backend_of_the_recipe_makes_a_step(tmp_path: Path, monkeypatch: pyt
 PRINTED = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def printed(page: str, language: str) -> list[str]:
+def code_blocks(page: str, language: str) -> list[str]:
     "The blocks of a page in a language, in order."
     text = (ROOT / page).read_text(encoding="utf-8")
     return [block for name, block in PRINTED.findall(text) if name == language]
@@ -251,7 +251,7 @@ def test_the_commands_of_the_readme_run_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     "In order, from an empty folder, in this process: test_new starts the program. The demonstration is in test_cli."
-    commands = [line for block in printed("README.md", "sh") for line in block.splitlines()]
+    commands = [line for block in code_blocks("README.md", "sh") for line in block.splitlines()]
     setup = [line for line in commands if line.startswith(("pip ", "make "))]
     assert [line.split()[1] for line in setup if line.startswith("make ")] == ["demo", "test"]
     makefile = (ROOT / "Makefile").read_text()
@@ -286,7 +286,7 @@ def test_python_of_the_readme_that_is_no_cell_runs_as_printed(
         for cell in cells
         if cell["cell_type"] == "code"
     }
-    blocks = [block for block in printed("README.md", "python") if block.strip() not in names]
+    blocks = [block for block in code_blocks("README.md", "python") if block.strip() not in names]
     assert len(blocks) == 1
     monkeypatch.chdir(tmp_path)
     exec(blocks[0], {"rln": rl_notebook})
@@ -298,7 +298,7 @@ def test_a_notebook_is_edited_as_text_as_contributing_says(tmp_path: Path):
     "In a fresh clone: the folder for the text is there."
     commands = [
         line
-        for b in printed("CONTRIBUTING.md", "sh")
+        for b in code_blocks("CONTRIBUTING.md", "sh")
         for line in b.splitlines()
         if "jupytext" in line
     ]
@@ -315,7 +315,7 @@ def test_a_notebook_is_edited_as_text_as_contributing_says(tmp_path: Path):
 
 
 def test_the_advantages_of_the_recipe_are_a_setting(tmp_path: Path):
-    lines = printed("docs/recipes.md", "diff")[0].splitlines()
+    lines = code_blocks("docs/recipes.md", "diff")[0].splitlines()
     package = tmp_path / "rl_notebook"
     shutil.copytree(
         ROOT / "rl_notebook", package, ignore=shutil.ignore_patterns("assets", "__pycache__")

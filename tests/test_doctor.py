@@ -265,7 +265,7 @@ def flat_model(family: str, seed: int) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def asked_after_a_step(
+def verdicts_of_a_step(
     model: Any, sampler: Callable[[Any], Any] | None = None, **settings: Any
 ) -> list[Diagnosis]:
     "What the doctor says of a step: of its record alone, and with the backend, its sampler replaced."
@@ -304,13 +304,13 @@ def test_an_honest_sampler_is_not_accused(family: str, dtype: str) -> None:
     "A tail that did not come up is no cut, and half precision samples otherwise than it scores, honestly."
     for seed in range(10 if SLOW else 1):
         model = flat_model(family, seed).to(getattr(torch, dtype))
-        for verdict in asked_after_a_step(model, seed=seed):
+        for verdict in verdicts_of_a_step(model, seed=seed):
             assert verdict.ok, verdict.sentence
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"top_p": 0.9}])
 def test_nor_is_one_that_samples_as_it_was_asked(settings: dict[str, float]) -> None:
-    for verdict in asked_after_a_step(flat_model("Qwen2", 0), **settings):
+    for verdict in verdicts_of_a_step(flat_model("Qwen2", 0), **settings):
         assert verdict.ok, verdict.sentence
 
 
@@ -338,7 +338,7 @@ def test_a_secret_cut_or_temperature_is_named_where_the_samples_show_it(
     settings: dict[str, float], cause: str
 ) -> None:
     "Of a peaked model."
-    *_, verdict = asked_after_a_step(load_model("tiny")[0], lambda inner: Secret(inner, **settings))
+    *_, verdict = verdicts_of_a_step(load_model("tiny")[0], lambda inner: Secret(inner, **settings))
     assert (verdict.cause, verdict.certainty) == (cause, "sure"), verdict
 
 

@@ -60,7 +60,7 @@ def page_of(value: Any) -> Page:
 # --- a step of a real model ------------------------------------------------------------------------------------------
 
 
-async def walk() -> dict[str, Any]:
+async def phases_of_a_step() -> dict[str, Any]:
     "The values of all phases of the second step of the tiny model."
     backend = open_local(*load_model("tiny"))
     sizes = {
@@ -95,7 +95,7 @@ async def walk() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def phases() -> dict[str, Any]:
-    return asyncio.run(walk())
+    return asyncio.run(phases_of_a_step())
 
 
 WORDS = {
@@ -139,7 +139,7 @@ def test_every_phase_shows_itself_and_says_the_same_without_its_pictures(
 # --- anything else ---------------------------------------------------------------------------------------------------
 
 
-def many(groups: int, completions: int, tokens: int, text: str = "") -> dict[str, Any]:
+def phases_of_size(groups: int, completions: int, tokens: int, text: str = "") -> dict[str, Any]:
     "The values of all phases of a step of any size."
     rng = np.random.default_rng(0)
     letters = np.frombuffer((text or "ab c\n").encode("latin-1", "replace"), np.uint8)
@@ -205,14 +205,14 @@ def many(groups: int, completions: int, tokens: int, text: str = "") -> dict[str
 def test_a_drawing_stays_small_and_says_what_it_leaves_out(
     groups: int, completions: int, tokens: int
 ):
-    for name, value in many(groups, completions, tokens).items():
+    for name, value in phases_of_size(groups, completions, tokens).items():
         page = page_of(value)
         if groups * completions > 100 and name in ("sample", "loss", "reference"):
             assert re.search(r"and \d+ more|… \d+ tokens", page.text), name
 
 
 def test_whatever_a_model_says_is_text():
-    for value in many(2, 3, 60, HOSTILE).values():
+    for value in phases_of_size(2, 3, 60, HOSTILE).values():
         page_of(value)
 
 

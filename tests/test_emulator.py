@@ -257,7 +257,7 @@ def test_a_model_at_hand_is_served() -> None:
 # --- what programs of others send -------------------------------------------------------------------------------------
 
 
-def masked(tokens: list[int], prompt: int, *names: str) -> Any:
+def datum_with_masks(tokens: list[int], prompt: int, *names: str) -> Any:
     "A datum of a recipe: targets, and by each name which of them the model sampled itself."
     n = len(tokens) - 1
     mask = [float(i >= prompt - 1) for i in range(n)]
@@ -292,7 +292,7 @@ def test_a_step_of_the_managed_kind_with_a_reference_and_its_masks(shared: Runni
         sequences = [(c.full_tokens, c.prompt_len) for c in sampled]
         scored = {}
         for names in ((), ("loss_mask",), ("mask",), ("weights",), ("weights", "loss_mask")):
-            data = [masked(tokens, prompt, *names) for tokens, prompt in sequences]
+            data = [datum_with_masks(tokens, prompt, *names) for tokens, prompt in sequences]
             output = reference.forward(data, "cross_entropy").result()
             scored[names] = (
                 [o["logprobs"].data for o in output.loss_fn_outputs],
@@ -305,7 +305,7 @@ def test_a_step_of_the_managed_kind_with_a_reference_and_its_masks(shared: Runni
             == 1
             < scored[()][1]
         )
-        data = [masked(tokens, prompt, "weights") for tokens, prompt in sequences]
+        data = [datum_with_masks(tokens, prompt, "weights") for tokens, prompt in sequences]
 
         def loss_fn(
             datums: list[Any], logprobs: list[Any]
@@ -325,7 +325,7 @@ def test_a_step_of_the_managed_kind_with_a_reference_and_its_masks(shared: Runni
         service.hotload_sampler_snapshot(policy.save_weights_for_sampler("step-1").result().path)
         after = asyncio.run(sampler.sample_with_prompt_tokens([5, 6, 7], **options, echo=True))[0]
         again = policy.forward(
-            [masked(after.full_tokens, 3, "loss_mask")], "cross_entropy"
+            [datum_with_masks(after.full_tokens, 3, "loss_mask")], "cross_entropy"
         ).result()
         gap = torch.tensor(again.loss_fn_outputs[0]["logprobs"].data) - torch.tensor(
             after.inference_logprobs
@@ -349,7 +349,7 @@ def emulate(*args: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def printed(process: subprocess.Popen[str]) -> dict[str, str]:
+def printed_variables(process: subprocess.Popen[str]) -> dict[str, str]:
     "The variables that it prints for its user to set."
     assert process.stdout is not None
     result: dict[str, str] = {}
@@ -364,7 +364,7 @@ def printed(process: subprocess.Popen[str]) -> dict[str, str]:
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     process = emulate("--startup-delay", "0.1", folder=tmp_path)
     try:
-        variables = printed(process)
+        variables = printed_variables(process)
         names = ("FIREWORKS", "TINKER", "OPENAI")
         assert set(variables) == {f"{n}_{part}" for n in names for part in ("BASE_URL", "API_KEY")}
         assert variables["TINKER_API_KEY"].startswith("tml-")

@@ -28,7 +28,7 @@ def engine_of(model, **kwargs) -> Engine:
     return Engine(open_model(model), byte_tokenizer(), **kwargs)
 
 
-def endless(**kwargs) -> Engine:
+def engine_without_end(**kwargs) -> Engine:
     "An engine whose completions end by their budget only."
     return engine_of(
         tiny_model(eos=None, **kwargs.pop("sizes", {})), eos_token_ids=frozenset(), **kwargs
@@ -349,7 +349,7 @@ def test_a_later_turn_is_read_from_where_the_last_one_ended(family):
 
 
 def test_what_is_kept_for_later_turns_is_bounded(monkeypatch):
-    engine = endless()
+    engine = engine_without_end()
     conversation(engine)
     one = engine.prefixes.used // len(engine.prefixes.known)
     monkeypatch.setattr("rl_notebook.backends.local.engine.PREFIX_CACHE_BYTES", 4 * one)
@@ -358,7 +358,7 @@ def test_what_is_kept_for_later_turns_is_bounded(monkeypatch):
 
 
 def test_buffers_grow_past_a_block():
-    engine = endless(sizes={"context": 400})
+    engine = engine_without_end(sizes={"context": 400})
     (c,) = sample(engine, PROMPTS[3], SampleParams(max_tokens=300, seed=0))
     assert len(c.tokens) == 300
     assert np.abs(c.logprobs - plain_logprobs(engine.causal.model, c.full_tokens)[29:]).max() < 1e-4
@@ -385,7 +385,7 @@ def test_eos_ends_a_completion_and_is_part_of_it():
 def test_stop_strings_span_tokens():
     "One byte a token, so a stop string of three letters spans three of them."
     tokenizer = byte_tokenizer()
-    engine = endless()
+    engine = engine_without_end()
     for seed in range(8):
         plain = sample(engine, [5, 6], SampleParams(max_tokens=40, seed=seed))[0]
         text = tokenizer.decode(plain.tokens.tolist())

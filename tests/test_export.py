@@ -38,7 +38,7 @@ def loss(datums, logprobs):
     return -logprobs[0].sum(), {}
 
 
-def trained(tmp_path: Path, model: Any = None, **options: Any) -> Backend:
+def trained_backend(tmp_path: Path, model: Any = None, **options: Any) -> Backend:
     "A backend after two large updates, over a model that is saved in a folder."
     model = model or tiny_model()
     model.save_pretrained(tmp_path / "base")
@@ -63,7 +63,7 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(torch.tensor([IDS])).logits
 
 
-def loads(folder: Path) -> Any:
+def load_whole(folder: Path) -> Any:
     "The model of a folder, every weight of which is in it."
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
@@ -80,12 +80,12 @@ KINDS = [
 
 @pytest.mark.parametrize(("family", "tied", "rank", "to"), KINDS)
 def test_a_whole_model_is_what_transformers_loads(family, tied, rank, to, tmp_path):
-    backend = trained(tmp_path, tiny_model(family, tied=tied, eos=[3, 256]), lora_rank=rank)
+    backend = trained_backend(tmp_path, tiny_model(family, tied=tied, eos=[3, 256]), lora_rank=rank)
     want = logits(backend.policy.state.module)
     run(backend.export(tmp_path / "out", to))
-    model = loads(tmp_path / "out")
+    model = load_whole(tmp_path / "out")
     assert (logits(model) - want).abs().max() <= 1e-5
-    assert (logits(loads(tmp_path / "base")) - want).abs().max() > 0.1
+    assert (logits(load_whole(tmp_path / "base")) - want).abs().max() > 0.1
     # merging leaves the policy as it is
     assert torch.equal(logits(backend.policy.state.module), want)
     assert model.generation_config.eos_token_id == [3, 256]
@@ -142,10 +142,10 @@ def test_a_whole_model_is_what_vllm_loads(name, rank, to, tmp_path):
 def test_an_adapter_is_what_peft_loads(tied, tmp_path):
     from peft import PeftModel
 
-    backend = trained(tmp_path, tiny_model(tied=tied), lora_rank=4)
+    backend = trained_backend(tmp_path, tiny_model(tied=tied), lora_rank=4)
     want = logits(backend.policy.state.module)
     run(backend.export(tmp_path / "out", None))
-    base = loads(tmp_path / "base")
+    base = load_whole(tmp_path / "base")
     assert (logits(PeftModel.from_pretrained(base, tmp_path / "out")) - want).abs().max() <= 1e-5
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # finds its base by itself
     assert (logits(whole) - want).abs().max() <= 1e-5
@@ -209,7 +209,7 @@ def test_an_adapter_that_was_trained_before_continues_and_is_exported_whole(kind
         logits(PeftModel.from_pretrained(whole, tmp_path / "adapter")) - want
     ).abs().max() <= 1e-4
     run(backend.export(tmp_path / "merged", "merged"))
-    assert (logits(loads(tmp_path / "merged")) - want).abs().max() <= 1e-3
+    assert (logits(load_whole(tmp_path / "merged")) - want).abs().max() <= 1e-3
     # and continues from there
     again = open_local(*load_model(str(tmp_path / "adapter")), inline=True)
     assert (logits(again.policy.state.module) - want).abs().max() <= 1e-4
@@ -237,7 +237,7 @@ def test_what_an_adapter_alone_would_leave_out_leaves_as_the_whole_model(tmp_pat
         ):
             run(backend.export(tmp_path / f"no{i}", "adapter"))
         run(backend.export(tmp_path / f"out{i}", None))
-        assert (logits(loads(tmp_path / f"out{i}")) - want).abs().max() <= 1e-4, reason
+        assert (logits(load_whole(tmp_path / f"out{i}")) - want).abs().max() <= 1e-4, reason
 
 
 def test_an_adapter_that_cannot_be_trained_as_it_is_says_what_to_do(tmp_path):
@@ -270,7 +270,7 @@ def test_an_adapter_that_cannot_be_trained_as_it_is_says_what_to_do(tmp_path):
 
 
 def test_what_cannot_be_exported_is_rejected_and_leaves_nothing(tmp_path):
-    backend = trained(tmp_path)
+    backend = trained_backend(tmp_path)
     loop = GRPOLoop(
         open_local(*load_model("tiny"), inline=True), toy_rows(4), lambda text: 0.0, Config()
     )

@@ -463,7 +463,7 @@ async def scores(backend, datum: Datum) -> np.ndarray:
     return (await backend.policy.forward([datum]))[0].values[datum.active]
 
 
-async def served(backend, datum: Datum) -> np.ndarray:
+async def served_logprobs(backend, datum: Datum) -> np.ndarray:
     return (await backend.sampler.logprobs(datum.tokens)).values[datum.active]
 
 
@@ -540,7 +540,10 @@ def test_first_a_base_then_deltas_and_a_base_where_the_chain_has_a_gap(site):
         await backend.policy.save_weights_for_sampler("never-loaded")
         await learn(backend, datum)
         assert await synced(backend, "d") == ("base", 3)
-        assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
+        assert (
+            np.abs(await served_logprobs(backend, datum) - await scores(backend, datum)).max()
+            < 1e-4
+        )
 
     run(site, test)
 
@@ -552,7 +555,10 @@ def test_lora_always_sends_whole_adapters_and_shares_its_reference(site):
         for version in (1, 2):
             await learn(backend, datum)
             assert await synced(backend, f"s{version}") == ("base", version)
-        assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
+        assert (
+            np.abs(await served_logprobs(backend, datum) - await scores(backend, datum)).max()
+            < 1e-4
+        )
         assert np.array_equal(
             (await backend.reference.forward([datum]))[0].values, before, equal_nan=True
         )
@@ -614,7 +620,10 @@ def test_a_rejected_delta_is_followed_by_full_weights_if_they_are_still_there(si
             pytest.warns(UserWarning, match="Sending full weights instead"),
         ):
             assert await synced(backend, "b") == ("delta", 2)
-        assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
+        assert (
+            np.abs(await served_logprobs(backend, datum) - await scores(backend, datum)).max()
+            < 1e-4
+        )
         await learn(backend, datum)
         stale = await backend.policy.save_weights_for_sampler("c")
         await learn(backend, datum)
@@ -682,10 +691,13 @@ def test_a_deployment_that_was_restarted_gets_its_weights_again_before_anything_
             assert {c.policy_version for c in sampled} == {2}
         restarted()
         with pytest.warns(UserWarning, match="lost its weights"):
-            await served(backend, datum)
+            await served_logprobs(backend, datum)
         await learn(backend, datum)
         assert (await synced(backend, "c"))[1] == 3  # and the chain continues
-        assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
+        assert (
+            np.abs(await served_logprobs(backend, datum) - await scores(backend, datum)).max()
+            < 1e-4
+        )
 
     run(site, test)
 
@@ -698,7 +710,10 @@ def test_a_restarted_trainer_is_brought_up_to_date(site):
             if step in restarts:
                 restart(site, backend.infra.policy_job_id)
         assert await synced(backend, "end") == ("base", 1)
-        assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
+        assert (
+            np.abs(await served_logprobs(backend, datum) - await scores(backend, datum)).max()
+            < 1e-4
+        )
         return await scores(backend, datum), backend.policy.reconnects
 
     calm, none = run(site, lambda b: learned(b, ()))
@@ -749,7 +764,7 @@ def test_a_state_loads_in_another_job(site):
         assert backend.infra.policy_job_id not in path
         return (
             await scores(backend, toy(backend)),
-            await served(backend, toy(backend)),
+            await served_logprobs(backend, toy(backend)),
             backend.policy.versions.current,
         )
 
@@ -847,7 +862,10 @@ def test_what_a_killed_process_left_is_resumed_or_released(site, tmp_path):
             assert again.infra.policy_job_id == first.infra.policy_job_id
             assert again.infra.deployment_id == site.serving
             datum = toy(again)
-            assert np.abs(await served(again, datum) - await scores(again, datum)).max() < 1e-4
+            assert (
+                np.abs(await served_logprobs(again, datum) - await scores(again, datum)).max()
+                < 1e-4
+            )
         assert site.state(first.infra.policy_job_id) == "CANCELLED"
         more = {"log_path": str(tmp_path / "clean"), "leftover": "clean"}
         async with await open_fireworks(**settings_of(site, **more)) as fresh:

@@ -55,7 +55,7 @@ STEPS = {
 CHECKED = {"prime_rl_monitors": [0, 3]}  # steps that the truth has
 
 
-def numbers(values) -> np.ndarray:
+def with_nan(values) -> np.ndarray:
     return np.array([np.nan if v is None else v for v in values], dtype=float)
 
 
@@ -129,7 +129,7 @@ def test_a_folder_says_what_its_truth_says(tool):
                 if name not in present:
                     assert result.get(name) is None, name
                 elif name in result and truth.get(name) is not None:
-                    difference = np.abs(np.asarray(result[name]) - numbers(truth[name]))[mask > 0]
+                    difference = np.abs(np.asarray(result[name]) - with_nan(truth[name]))[mask > 0]
                     assert difference.max() <= limit, (name, difference)
             if "advantages" in present and "advantage" in result:
                 assert result["advantage"] == pytest.approx(row["advantage"], abs=1e-6)
@@ -345,7 +345,7 @@ def test_one_step_is_read_without_the_others(tmp_path):
     assert (len(run.steps), len(run.record(77).datums)) == (200, 12)
 
 
-def edited(place, tool: str, pattern: str, edit) -> Run:
+def edit_lines(place, tool: str, pattern: str, edit) -> Run:
     "The run of a tool with every line of the matching files as `edit(row, number)` leaves it."
     for path in shutil.copytree(FOREIGN / tool, place).rglob(pattern):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -361,7 +361,7 @@ def test_what_writers_leave_next_to_the_ordinary(tmp_path, capsys):
     def later(row, k):
         return {"token_loss_mask": [[0, *row["token_loss_mask"][0][:-1]]]}
 
-    odd = edited(tmp_path / "mask", "nemo_rl", "*.jsonl", later).record(1)
+    odd = edit_lines(tmp_path / "mask", "nemo_rl", "*.jsonl", later).record(1)
     assert ([len(g.samples) for g in odd.groups], xray(odd).failed[0].name) == ([4, 4, 4], "mask")
     assert main(["doctor", str(tmp_path / "mask")]) == 1
     assert "✗ mask: a sampled token" in capsys.readouterr().out
@@ -373,18 +373,18 @@ def test_what_writers_leave_next_to_the_ordinary(tmp_path, capsys):
     def nothing(row, k):
         return broken | (unsaid(row["token_loss_mask"][0]) if k == 5 else {})
 
-    odd = edited(tmp_path / "nan", "nemo_rl", "*.jsonl", nothing).record(1)
+    odd = edit_lines(tmp_path / "nan", "nemo_rl", "*.jsonl", nothing).record(1)
     assert [g.dropped for g in odd.groups] == [(), ("no token was sampled",), ()]
     assert (odd.groups[0].samples[0].text, odd.groups[0].row) == ("1+1", {})
     assert np.isnan([*odd.groups[0].advantages, odd.datums[0].advantage]).all()
-    texts = edited(
+    texts = edit_lines(
         tmp_path / "text", "fw_cookbook", "*.jsonl", lambda row, k: {"completion": "4" * k}
     ).record(0)
 
     def judge(row, k):
         return {"traces": [*row["traces"], {**row["traces"][0], "agent": {"trainable": False}}]}
 
-    odd = edited(tmp_path / "judge", "prime_rl_rollouts", "traces.jsonl", judge).record(0)
+    odd = edit_lines(tmp_path / "judge", "prime_rl_rollouts", "traces.jsonl", judge).record(0)
     assert ([len(g.samples) for g in odd.groups], texts.groups[0].samples[0].text) == (
         [4, 4],
         "(no text)",

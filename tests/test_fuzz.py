@@ -145,7 +145,7 @@ plausible = st.sampled_from(
 some_settings = st.dictionaries(st.sampled_from(NAMES), hostile | plausible, min_size=1, max_size=4)
 
 
-def use(cfg: Config, folder: Path) -> None:
+def use_config(cfg: Config, folder: Path) -> None:
     "All that is done with a config before anything is opened; what was written is read again."
     repr(cfg), cfg._repr_html_(), cfg.effective()
     cfg.sample_params(), cfg.adam(), cfg.loss_options(), cfg.to_dict()
@@ -157,7 +157,7 @@ def use(cfg: Config, folder: Path) -> None:
 @given(options=some_settings)
 def test_settings(options: dict[str, Any], tmp_path: Path) -> None:
     with suppress(OverflowError):  # Python's own, of a number of 400 digits
-        error_of(lambda: use(Config.from_dict(options), tmp_path))
+        error_of(lambda: use_config(Config.from_dict(options), tmp_path))
 
 
 # --- YAML -------------------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ yaml_text = (
 def test_yaml(text: str | bytes, tmp_path: Path) -> None:
     path = tmp_path / "given.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
-    error_of(lambda: use(Config.from_yaml(path), tmp_path))
+    error_of(lambda: use_config(Config.from_yaml(path), tmp_path))
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         say=lambda line: None,
         progress=False,
     )
-    look(folder)
+    read_run(folder)
     return folder
 
 
@@ -316,7 +316,7 @@ ODD_JSON = [
 odd_json = st.sampled_from(ODD_JSON)
 
 
-def look(folder: Path) -> None:
+def read_run(folder: Path) -> None:
     "All that looking at a run reads."
     run = Run.open(folder)
     repr(run), run._repr_html_(), run.metrics(), run.latest_checkpoint()
@@ -335,7 +335,7 @@ def try_run(
     data = change(path.read_bytes())
     path.unlink()
     path.write_bytes(data)
-    return error_of(lambda: look(work))
+    return error_of(lambda: read_run(work))
 
 
 def changed_json(pick: int, new: Any) -> Callable[[bytes], bytes]:

@@ -56,28 +56,28 @@ def dumps(place: Path) -> Path:
     return place / "train_data" / "1.pt"
 
 
-def lines(place: Path) -> Path:
+def json_lines(place: Path) -> Path:
     shutil.copytree(FOREIGN / "faulty" / "prime_rl_exports-stale", place, dirs_exist_ok=True)
     return next(place.rglob("step_1/rank_0.jsonl"))
 
 
-def pipe(file: Path) -> None:
+def named_pipe(file: Path) -> None:
     file.unlink()
     os.mkfifo(file)
 
 
-def endless(file: Path) -> None:
+def endless_file(file: Path) -> None:
     file.unlink()
     file.symlink_to("/dev/zero")
 
 
-def huge(file: Path) -> None:
+def sparse_file(file: Path) -> None:
     file.unlink()
     with file.open("wb") as f:
         f.truncate(2**40)
 
 
-def cut(file: Path) -> None:
+def cut_in_half(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
@@ -124,7 +124,9 @@ def bad_footer(file: Path) -> None:
     file.write_bytes(data)
 
 
-def changed(**arrays: Callable[[dict[str, np.ndarray]], np.ndarray]) -> Callable[[Path], None]:
+def change_arrays(
+    **arrays: Callable[[dict[str, np.ndarray]], np.ndarray],
+) -> Callable[[Path], None]:
     def damage(file: Path) -> None:
         result = read_arrays(file)
         np.savez(file, **{**result, **{name: change(result) for name, change in arrays.items()}})
@@ -136,14 +138,14 @@ def no_numbers(file: Path) -> None:
     np.savez(file, **{**read_arrays(file), "tokens": np.array(["a"])})
 
 
-def saved(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+def change_saved(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     def damage(file: Path) -> None:
         torch.save(change(torch.load(file, weights_only=True)), file)
 
     return damage
 
 
-def shared(saved_value: dict[str, Any]) -> dict[str, Any]:
+def shared_lists(saved_value: dict[str, Any]) -> dict[str, Any]:
     "Ten lists in ten lists, nine times: a few bytes, a thousand million numbers."
     values: list[Any] = [0.0] * 10
     for _ in range(9):
@@ -154,7 +156,7 @@ def shared(saved_value: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def expanded(saved_value: dict[str, Any]) -> dict[str, Any]:
+def expanded_tensor(saved_value: dict[str, Any]) -> dict[str, Any]:
     "A tensor of one number that says it has 10^11."
     return {
         **saved_value,
@@ -178,25 +180,30 @@ def deep(file: Path) -> None:
 CASES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], None]]] = {
     **{
         f"bundle, {f.__name__}": (bundles, f)
-        for f in (pipe, endless, huge, cut, empty, zip_bomb, no_numbers)
+        for f in (named_pipe, endless_file, sparse_file, cut_in_half, empty, zip_bomb, no_numbers)
     },
     "bundle, lengths below 0": (
         bundles,
-        changed(lengths=lambda a: np.r_[-5, a["lengths"][1:] + 5]),
+        change_arrays(lengths=lambda a: np.r_[-5, a["lengths"][1:] + 5]),
     ),
-    "bundle, lengths in part": (bundles, changed(lengths=lambda a: a["lengths"] + 0.25)),
+    "bundle, lengths in part": (bundles, change_arrays(lengths=lambda a: a["lengths"] + 0.25)),
     **{
         f"table, {f.__name__}": (tables, f)
-        for f in (pipe, huge, text_bomb, number_bomb, no_columns, bad_footer)
+        for f in (named_pipe, sparse_file, text_bomb, number_bomb, no_columns, bad_footer)
     },
-    **{f"dump, {f.__name__}": (dumps, f) for f in (pipe, endless, huge, zip_bomb)},
-    "dump, shared": (dumps, saved(shared)),
-    "dump, expanded": (dumps, saved(expanded)),
+    **{
+        f"dump, {f.__name__}": (dumps, f) for f in (named_pipe, endless_file, sparse_file, zip_bomb)
+    },
+    "dump, shared": (dumps, change_saved(shared_lists)),
+    "dump, expanded": (dumps, change_saved(expanded_tensor)),
     "dump, infinite": (
         dumps,
-        saved(lambda saved_value: {**saved_value, "samples": [{"tokens": float("inf")}]}),
+        change_saved(lambda saved_value: {**saved_value, "samples": [{"tokens": float("inf")}]}),
     ),
-    **{f"lines, {f.__name__}": (lines, f) for f in (pipe, huge, half_a_line, infinite, deep)},
+    **{
+        f"lines, {f.__name__}": (json_lines, f)
+        for f in (named_pipe, sparse_file, half_a_line, infinite, deep)
+    },
 }
 
 
@@ -262,7 +269,7 @@ def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.path
 
 
-def edited(path: Path, at: tuple[Any, ...], value: Any) -> None:
+def edit_record(path: Path, at: tuple[Any, ...], value: Any) -> None:
     "Put a value into a record, with a checksum that fits."
     plain = json.loads(path.read_text())
     part = plain
@@ -300,7 +307,7 @@ KINDS: tuple[tuple[tuple[Any, ...], Any], ...] = (
 )
 def test_a_value_of_another_kind_costs_its_step(at, value, good_run: Path, tmp_path: Path) -> None:
     path = shutil.copytree(good_run, tmp_path / "run")
-    edited(path / "steps" / "00002" / "record.json", at, value)
+    edit_record(path / "steps" / "00002" / "record.json", at, value)
     with pytest.raises(RecordError, match="00002"):
         Run.open(path).record(2)
     assert [record.step for record in Run.open(path)] == [1, 3]
@@ -316,7 +323,7 @@ def test_odd_names_and_foreign_bytes_in_a_folder_of_ours(
     if (record / name).exists():
         (record / name).write_bytes(b"PAR1 of no use PAR1")
         about = {"bytes": 19, "sha256": hashlib.sha256((record / name).read_bytes()).hexdigest()}
-        edited(record / "record.json", ("files", name), about)
+        edit_record(record / "record.json", ("files", name), about)
     else:
         (path / "steps" / name).mkdir()
     expected = [1, 3] if (record / name).exists() else [1, 2, 3]
@@ -335,7 +342,7 @@ def test_a_sample_of_length_0_costs_that_sample(
 ) -> None:
     file = bundles(tmp_path)
     before = Run.open(tmp_path).record(2)
-    changed(lengths=lambda a: np.r_[0, sum(a["lengths"][:2]), a["lengths"][2:]])(file)
+    change_arrays(lengths=lambda a: np.r_[0, sum(a["lengths"][:2]), a["lengths"][2:]])(file)
     after = Run.open(tmp_path).record(2)
     count = sum(len(g.samples) for g in before.groups)
     assert sum(len(g.samples) for g in after.groups) == count - 1

@@ -49,12 +49,12 @@ def spellings(key: str) -> set[bytes]:
     return spelled
 
 
-def shown(data: bytes, keys: tuple[str, ...] = (KEY, WRONG)) -> list[str]:
+def spellings_in(data: bytes, keys: tuple[str, ...] = (KEY, WRONG)) -> list[str]:
     "The spellings of a key that some bytes contain."
     return sorted(s.decode() for key in keys for s in spellings(key) if s in data)
 
 
-def unpacked(path: Path) -> Iterator[tuple[str, bytes]]:
+def unpack(path: Path) -> Iterator[tuple[str, bytes]]:
     "The name and the contents of a file, and of what is packed in it."
     raw = path.read_bytes()
     yield str(path), str(path).encode() + b"\n" + raw
@@ -68,11 +68,9 @@ def unpacked(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def leaks(folder: Path) -> dict[str, list[str]]:
     "File -> the spellings of a key that it contains."
-    files = [
-        part for path in sorted(folder.rglob("*")) if path.is_file() for part in unpacked(path)
-    ]
+    files = [part for path in sorted(folder.rglob("*")) if path.is_file() for part in unpack(path)]
     assert files
-    return {name: result for name, data in files if (result := shown(data))}
+    return {name: result for name, data in files if (result := spellings_in(data))}
 
 
 def environment(**more: str) -> Mapping[str, str]:
@@ -214,7 +212,7 @@ def test_http2_writes_headers_into_its_log_until_a_key_is_read(
         logging.getLogger(name).removeFilter(shows_no_header)
     with caplog.at_level(logging.DEBUG):
         Encoder().encode([("x-api-key", KEY)], huffman=False)
-        assert shown(caplog.text.encode())  # what the package does by itself
+        assert spellings_in(caplog.text.encode())  # what the package does by itself
         caplog.clear()
         key_from_env(key=KEY)
         encoder = Encoder()
@@ -223,4 +221,4 @@ def test_http2_writes_headers_into_its_log_until_a_key_is_read(
         encoder.header_table.maxsize = 0
         logging.getLogger("hpack.hpack").warning("still heard")
     assert "still heard" in caplog.text
-    assert not shown(caplog.text.encode())
+    assert not spellings_in(caplog.text.encode())

@@ -268,7 +268,7 @@ def test_adamw_is_torchs_with_this_steps_parameters():
         run(backend.policy.optim_step(AdamParams(weight_decay_on="norms")))
 
 
-def captured(backend) -> dict[str, torch.Tensor]:
+def state_tensors(backend) -> dict[str, torch.Tensor]:
     "Weights, masters and moments."
     return local_module.capture(backend.policy.state)[0]
 
@@ -283,18 +283,18 @@ def test_a_rejected_update_leaves_weights_moments_and_gradient(dtype):
     for adam in adams:
         for b in (backend, calm):
             run(b.policy.forward_backward_custom(datums, mixing_loss))
-        before = captured(backend)
+        before = state_tensors(backend)
         for _ in range(2):
             with pytest.raises(
                 BackendError, match=r"update rejected: .*as before\. Lower learning_rate \(1e\+38\)"
             ):
                 run(backend.policy.optim_step(replace(adam, learning_rate=1e38), **BY_TOKENS))
-            assert all(torch.equal(t, before[n]) for n, t in captured(backend).items())
+            assert all(torch.equal(t, before[n]) for n, t in state_tensors(backend).items())
         assert run(backend.policy.optim_step(adam, **BY_TOKENS)) == run(
             calm.policy.optim_step(adam, **BY_TOKENS)
         )
-    assert captured(backend).keys() == captured(calm).keys()
-    assert all(torch.equal(t, captured(backend)[n]) for n, t in captured(calm).items())
+    assert state_tensors(backend).keys() == state_tensors(calm).keys()
+    assert all(torch.equal(t, state_tensors(backend)[n]) for n, t in state_tensors(calm).items())
 
 
 BY_TOKENS: Any = {"grad_accumulation_normalization": "num_loss_tokens"}
@@ -304,14 +304,14 @@ def test_infinite_gradients_do_not_reach_the_weights():
     backend = backend_of(reference=False)
     datums = random_datums(4, 3)
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
-    before = captured(backend)
+    before = state_tensors(backend)
     next(p for p in backend.policy.state.params.values() if p.grad is not None).grad[0] = torch.inf
     with pytest.raises(
         BackendError,
         match=r"gradient norm: got inf; .* as before\. Run the backward pass with another",
     ):
         run(backend.policy.optim_step(ADAM))
-    assert all(torch.equal(t, before[n]) for n, t in captured(backend).items())
+    assert all(torch.equal(t, before[n]) for n, t in state_tensors(backend).items())
 
 
 def test_an_update_copies_a_few_weights_at_a_time(monkeypatch):
@@ -645,13 +645,13 @@ def test_a_saved_tensor_of_the_wrong_shape_is_rejected_before_it_is_used(damage_
     tensors = load_file(tmp_path / "s" / "state.safetensors")
     damaged = damage(tensors.pop(name, torch.zeros(1))).contiguous()
     save_file(tensors | {name: damaged}, tmp_path / "s" / "state.safetensors")
-    before = captured(backend)
+    before = state_tensors(backend)
     with pytest.raises(RecordError, match=f"saved tensor {name}.*{message}"):
         run(backend.policy.load_state(path))
     if name.startswith("weights"):
         with pytest.raises(RecordError, match=f"saved tensor {name}"):
             run(backend.policy.load_state(path, optimizer=False))
-    assert all(torch.equal(t, before[n]) for n, t in captured(backend).items())
+    assert all(torch.equal(t, before[n]) for n, t in state_tensors(backend).items())
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
     run(backend.policy.optim_step(ADAM))
 

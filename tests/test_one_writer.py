@@ -95,7 +95,7 @@ def test_a_second_process_is_rejected_until_the_first_has_ended_even_by_kill(tmp
 # --- the folder vanishes ------------------------------------------------------------------------------------------
 
 
-def trained(tmp_path: Path, **options: Any) -> Any:
+def run_training(tmp_path: Path, **options: Any) -> Any:
     cfg = replace(CFG, log_path=str(tmp_path / "run"), **options.pop("settings", {}))
     problem = Problem(rows(), options.pop("eval_rows", ()), options.pop("reward", LENGTH))
     return asyncio.run(
@@ -111,7 +111,7 @@ def test_a_run_whose_folder_is_deleted_ends_with_an_error(tmp_path, at):
         return record.step == at and shutil.rmtree(tmp_path / "run")
 
     with pytest.raises(RecordError, match="the run folder is gone"):
-        trained(tmp_path, on_record=[delete], settings={"dcp_save_interval": 1})
+        run_training(tmp_path, on_record=[delete], settings={"dcp_save_interval": 1})
     assert not (tmp_path / "run").exists(), "half a run was begun again"
 
 
@@ -275,7 +275,7 @@ def test_show_reads_the_steps_that_it_is_about(tmp_path, capsys):
     assert [step["step"] for step in json.loads(capsys.readouterr().out)["steps"]] == [44, 45]
 
 
-def harmed(path: Path, put: str) -> None:
+def replace_by_endless(path: Path, put: str) -> None:
     "Something that never ends, or that grows without end, in the place of a file."
     path.unlink(missing_ok=True)
     if put == "a pipe":
@@ -296,7 +296,7 @@ HARMS = [(put, name) for name in FILES for put in ("a pipe", "a device")] + [
 @pytest.mark.parametrize(("put", "name"), HARMS)
 @pytest.mark.filterwarnings("ignore:.*left out")
 def test_what_never_ends_is_named_and_not_waited_for(put, name, sent, capsys):
-    harmed(sent / name, put)
+    replace_by_endless(sent / name, put)
     code = main(["view", str(sent), "--once"])
     output = capsys.readouterr()
     assert (code == 2 and name.rpartition("/")[2] in output.err) or "step 3 is left out" in Path(

@@ -329,7 +329,7 @@ def test_a_key_is_sent_and_never_shown(caplog, capsys):
 
 
 @contextlib.asynccontextmanager
-async def opened(url, tmp_path, **options):
+async def open_backend(url, tmp_path, **options):
     options = {"inline": True, "folder": tmp_path / "weights", "retries": QUICK} | options
     async with await open_openai(
         model(), byte_tokenizer(), base_url=f"{url}/v1", served_model="tiny", **options
@@ -382,7 +382,7 @@ def test_weights_reach_the_server(tmp_path, options):
     server = emulated(model(), byte_tokenizer(), tmp_path)
 
     async def test(url):
-        async with opened(url, tmp_path, **options) as backend:
+        async with open_backend(url, tmp_path, **options) as backend:
             for version in (1, 2, 3):
                 snapshot = await step(backend, version)
                 assert (await gap_to_policy(backend))[0] > 1e-3
@@ -403,7 +403,7 @@ def test_every_completion_has_the_logprobs_of_its_version(tmp_path):
     server = emulated(model(), byte_tokenizer(), tmp_path)
 
     async def test(url):
-        async with opened(url, tmp_path, limit=AdaptiveLimit(start=4)) as backend:
+        async with open_backend(url, tmp_path, limit=AdaptiveLimit(start=4)) as backend:
             states = {0: await backend.policy.save_state("v0")}
             sampled = []
             over = False
@@ -452,7 +452,7 @@ def test_a_folder_that_the_server_cannot_see_leaves_the_old_weights(tmp_path):
     server = emulated(model(), byte_tokenizer(), tmp_path)
 
     async def test(url):
-        async with opened(url, tmp_path) as backend:
+        async with open_backend(url, tmp_path) as backend:
             await backend.sync(await step(backend, 1))
             snapshot = await step(backend, 2)
             moved = tmp_path / "weights" / "weights-00002"
@@ -481,7 +481,7 @@ def test_a_server_that_was_restarted_gets_its_weights_again(tmp_path):
     servers = [emulated(model(), byte_tokenizer(), tmp_path / name) for name in ("first", "second")]
 
     async def test(urls):
-        async with opened(urls[0], tmp_path) as backend:
+        async with open_backend(urls[0], tmp_path) as backend:
             await backend.sync(await step(backend, 1))
             want = await backend.sampler.sample(PROMPT, SampleParams(n=3, max_tokens=6, seed=5))
             # another process at the address, with the first weights
@@ -509,7 +509,7 @@ def test_a_server_that_was_restarted_gets_its_weights_again(tmp_path):
 
 def test_servers_without_weight_sync(site, tmp_path):
     async def test():
-        async with opened(site[1], tmp_path, sync="none") as backend:
+        async with open_backend(site[1], tmp_path, sync="none") as backend:
             assert (await gap_to_policy(backend))[0] < 1e-4
             with pytest.raises(BackendError, match="weight_sync_interval=0"):
                 await backend.sync("step-1")
@@ -518,7 +518,7 @@ def test_servers_without_weight_sync(site, tmp_path):
             serve(plain) as url,
             pytest.raises(BackendError, match=r"status 404: Not Found.*VLLM_SERVER_DEV_MODE=1"),
         ):
-            async with opened(url, tmp_path) as backend:
+            async with open_backend(url, tmp_path) as backend:
                 await backend.sync(await step(backend, 1))
 
     asyncio.run(test())
@@ -779,7 +779,7 @@ def test_a_request_that_waited_while_the_server_restarted_is_not_sampled_from_it
     apps = [Moody(servers[0], []), app_of(servers[1])]
 
     async def test(urls):
-        async with opened(urls[0], tmp_path, limit=AdaptiveLimit(start=1, most=1)) as backend:
+        async with open_backend(urls[0], tmp_path, limit=AdaptiveLimit(start=1, most=1)) as backend:
             await backend.sync(await step(backend, 1))
             want = await backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=6, seed=5))
             wire = backend.sampler.wire
@@ -810,10 +810,10 @@ def test_a_server_that_was_left_paused_is_resumed_if_it_is_ours_and_named_otherw
         async with httpx.AsyncClient() as client:
             await client.post(f"{url}/pause", params={"mode": "keep"})
             with pytest.raises(BackendError, match=r"got a paused one.*POST /resume"):
-                async with opened(url, tmp_path, sync="none"):
+                async with open_backend(url, tmp_path, sync="none"):
                     pass
             with pytest.warns(UserWarning, match=r"was left paused.*resumed"):
-                async with opened(url, tmp_path) as backend:
+                async with open_backend(url, tmp_path) as backend:
                     assert (await gap_to_policy(backend))[0] < 1e-4
 
     with serve(app_of(server)) as url:

@@ -105,12 +105,12 @@ PLAIN = Scoring.batches
 
 @pytest.fixture
 def trees():
-    with forced():
+    with always_trees():
         yield
 
 
 @contextmanager
-def forced():
+def always_trees():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scoring, "batches", always)
         yield
@@ -137,7 +137,7 @@ def batches_of_datums(draw):
     return [datums[i] for i in rng.permutation(len(datums))]
 
 
-def weighted(prompt_logprobs: bool):
+def loss_by_place(prompt_logprobs: bool):
     "A loss that multiplies every scored logprob by its place, so that no two gradients cancel by accident."
 
     def loss(datums, logprobs):
@@ -180,8 +180,8 @@ def compare(
         ):
             a.data.normal_(std=0.03, generator=torch.Generator().manual_seed(a.numel()))
             b.data.copy_(a.data)
-    with forced():
-        compare_pair(once, each, datums, weighted(prompt_logprobs), nats, gradients)
+    with always_trees():
+        compare_pair(once, each, datums, loss_by_place(prompt_logprobs), nats, gradients)
 
 
 def compare_pair(once, each, datums, loss, nats, gradients):
@@ -251,7 +251,7 @@ def test_a_group_is_a_tree_and_the_step_says_what_it_saved():
     (batch,) = backend.policy.state.scoring.batches(datums)
     assert batch.tree
     assert batch.tokens <= 40 + 6 * 15
-    output = asyncio.run(backend.policy.forward_backward_custom(datums, weighted(False)))
+    output = asyncio.run(backend.policy.forward_backward_custom(datums, loss_by_place(False)))
     assert output.metrics["perf/prefix_tokens_saved"] == 6 * 55 - batch.tokens
 
 
@@ -264,7 +264,8 @@ def test_what_gains_nothing_runs_as_before():
         (rows, None) for rows in plain
     ]
     a, b = (
-        asyncio.run(x.policy.forward_backward_custom(datums, weighted(False))) for x in (once, each)
+        asyncio.run(x.policy.forward_backward_custom(datums, loss_by_place(False)))
+        for x in (once, each)
     )
     assert a.metrics == b.metrics
     assert a.metrics["perf/prefix_tokens_saved"] == 0

@@ -74,7 +74,7 @@ SAID: tuple[tuple[str, str, int, str], ...] = (  # bug, display, step (0 = befor
 )
 
 
-def planted(bug: str) -> Any:
+def planted_module(bug: str) -> Any:
     return importlib.import_module(f"planted.{bug}")
 
 
@@ -82,11 +82,11 @@ def planted(bug: str) -> Any:
 def trained_with_bug(bug: str) -> tuple[Any, str]:
     "The loop of a script, and what it printed."
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        loop = asyncio.run(planted(bug).train())
+        loop = asyncio.run(planted_module(bug).train())
     return loop, out.getvalue()
 
 
-def shown(loop: Any, printed: str, display: str, step: int) -> str:
+def display_text(loop: Any, printed: str, display: str, step: int) -> str:
     "What a display says."
     if display == PREFLIGHT:
         return printed[: printed.index("step 1 ")]
@@ -102,12 +102,12 @@ def case(bug: str, display: str, step: int, words: str) -> Any:
 
 @pytest.mark.parametrize(("bug", "display", "step", "words"), [case(*s) for s in SAID])
 def test_the_bug_is_reported(bug: str, display: str, step: int, words: str) -> None:
-    text = shown(*trained_with_bug(bug), display, step)
+    text = display_text(*trained_with_bug(bug), display, step)
     assert re.search(words, text), text
 
 
 def test_without_the_bug_it_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = planted("advantages_not_centred")
+    script = planted_module("advantages_not_centred")
     monkeypatch.setattr(
         script, "normalised", lambda groups: [replace(g) for g in with_advantages(groups)]
     )
@@ -115,5 +115,5 @@ def test_without_the_bug_it_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> 
         loop = asyncio.run(script.train())
     for bug, display, step, words in SAID:
         if bug == "advantages_not_centred":
-            text = shown(loop, out.getvalue(), display, step)
+            text = display_text(loop, out.getvalue(), display, step)
             assert not re.search(words, text), text

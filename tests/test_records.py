@@ -62,7 +62,7 @@ def same(a, b) -> bool:
         return (
             alike
             and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
-            and (a.dtype.kind != "f" or signs(a, b))
+            and (a.dtype.kind != "f" or same_signs(a, b))
         )
     if isinstance(a, Mapping):
         return isinstance(b, Mapping) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
@@ -75,12 +75,12 @@ def same(a, b) -> bool:
     return type(a) is type(b) and a == b
 
 
-def signs(a: np.ndarray, b: np.ndarray) -> bool:
+def same_signs(a: np.ndarray, b: np.ndarray) -> bool:
     "Whether zeros have the same sign."
     return bool((np.signbit(a) == np.signbit(b))[~np.isnan(a)].all())
 
 
-def through_disk(record: StepRecord, folder: Path) -> StepRecord:
+def write_and_read(record: StepRecord, folder: Path) -> StepRecord:
     "A record, written and read."
     with staged_folder(folder) as inside:
         write_record(record, inside)
@@ -212,7 +212,7 @@ def records(draw):
 @given(record=records())
 def test_any_record_comes_back_as_it_was(record: StepRecord):
     with tempfile.TemporaryDirectory() as folder:
-        assert same(through_disk(record, Path(folder) / "r"), record)
+        assert same(write_and_read(record, Path(folder) / "r"), record)
 
 
 @settings(max_examples=100, deadline=None)
@@ -358,7 +358,7 @@ def contents(path: Path) -> tuple:
     )
 
 
-def alike(a: tuple, b: tuple) -> bool:
+def same_contents(a: tuple, b: tuple) -> bool:
     "Whether two readings of a run folder are the same."
     tensors = [
         {k: v.numpy() for k, v in t[0].items()} if (t := reading[4]) else {} for reading in (a, b)
@@ -381,7 +381,7 @@ def test_a_flipped_bit_is_rejected_named_or_harmless(tmp_path: Path):
     whole = contents(run.path)
     rng = np.random.default_rng(0)
     counts = Counter()
-    assert alike(contents(run.path), whole)
+    assert same_contents(contents(run.path), whole)
     # these may be edited by hand
     for name in sorted(files(run.path).keys() - {"config.yaml", "metrics.jsonl"}):
         path = run.path / name
@@ -396,7 +396,7 @@ def test_a_flipped_bit_is_rejected_named_or_harmless(tmp_path: Path):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
-                    same_as_before = alike(contents(run.path), whole)
+                    same_as_before = same_contents(contents(run.path), whole)
                     named = any(name.rpartition("/")[2] in str(w.message) for w in caught)
                     outcomes["named" if named else "harmless" if same_as_before else "TAKEN"] += 1
                 except RecordError:

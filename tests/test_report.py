@@ -72,7 +72,7 @@ def test_a_run_and_its_records_give_the_same_material(run: RunFolder):
     assert payloads[0]["reward"]["groups"] == payloads[1]["reward"]["groups"]
 
 
-def fallen(step: int) -> StepRecord:
+def step_after_a_fall(step: int) -> StepRecord:
     "A step of a run whose reward falls at step 16."
     record = synthetic_record(step, steps=30, groups=3, completions=4)
     return replace(
@@ -85,11 +85,11 @@ def test_what_changed_is_shown_first_with_what_to_try(tmp_path: Path):
     run = RunFolder.create(tmp_path / "sums", CONFIG)
     known = Known()
     for step in range(1, 16):
-        run.add(fallen(step))
+        run.add(step_after_a_fall(step))
     assert not material(run, known).trends
     assert "What changed" not in Page(report_html(run, known=known)).text
     for step in range(16, 24):
-        run.add(fallen(step))
+        run.add(step_after_a_fall(step))
     trends = material(run, known).trends
     assert [(t.name, t.step) for t in trends if t.name == "reward fell"] == [("reward fell", 16)]
     assert trends == material(iter(run)).trends == material(run).trends
@@ -271,7 +271,7 @@ def test_writing(run: RunFolder, tmp_path: Path):
 # --- a run that continues ---------------------------------------------------------------------------------------------
 
 
-def growing(path: Path, **config: object) -> RunFolder:
+def running_run(path: Path, **config: object) -> RunFolder:
     "A run of two steps that may get more."
     run = RunFolder.create(path, {**CONFIG, **config})
     for step in (1, 2):
@@ -279,32 +279,32 @@ def growing(path: Path, **config: object) -> RunFolder:
     return run
 
 
-def age(run: RunFolder, seconds: float) -> float:
-    "The time so long after the last line."
+def set_age(run: RunFolder, seconds: float) -> float:
+    "Move the time of the last line that far back."
     return (run.path / "metrics.jsonl").stat().st_mtime + seconds
 
 
 def test_a_run_is_called_what_its_folder_shows(tmp_path: Path):
-    run = growing(tmp_path / "a", steps=3, epochs=1)
-    assert run_status(run, age(run, 20)) == Status("running", "Running: step 2 of at most 3.")
-    assert run_status(run, age(run, 150)) == Status(
+    run = running_run(tmp_path / "a", steps=3, epochs=1)
+    assert run_status(run, set_age(run, 20)) == Status("running", "Running: step 2 of at most 3.")
+    assert run_status(run, set_age(run, 150)) == Status(
         "quiet", "Quiet since step 2 of at most 3, for 2 minutes: paused, stopped or slow."
     )
     run.add(synthetic_record(3, groups=2, completions=3))
-    assert run_status(run, age(run, 9000)) == Status("finished", "Finished after step 3.")
-    endless = growing(tmp_path / "b", epochs=2)
-    assert run_status(endless, age(endless, 0)).text == "Running: step 2."
+    assert run_status(run, set_age(run, 9000)) == Status("finished", "Finished after step 3.")
+    endless = running_run(tmp_path / "b", epochs=2)
+    assert run_status(endless, set_age(endless, 0)).text == "Running: step 2."
     endless.log_metrics(2, {"epoch": 2.0})
     assert run_status(endless).state == "finished"
     new = RunFolder.create(tmp_path / "c", CONFIG)
-    assert run_status(new, age(new, 0)) == Status("running", "Running: step 0.")
-    slow = growing(tmp_path / "d")
+    assert run_status(new, set_age(new, 0)) == Status("running", "Running: step 0.")
+    slow = running_run(tmp_path / "d")
     slow.add(replace(synthetic_record(3), seconds={"sample": 1000.0}))
-    assert run_status(slow, age(slow, 600)).state == "running"
+    assert run_status(slow, set_age(slow, 600)).state == "running"
 
 
 def test_a_page_that_is_no_longer_followed_does_not_change(tmp_path: Path):
-    run = growing(tmp_path / "run")
+    run = running_run(tmp_path / "run")
     out = tmp_path / "page.html"
 
     async def stop_early() -> None:
@@ -324,7 +324,7 @@ def test_a_page_that_is_no_longer_followed_does_not_change(tmp_path: Path):
 # --- runs next to each other -----------------------------------------------------------------------------------------
 
 
-def rewarded(path: Path, add: float, seed: int, rows: int = 4) -> RunFolder:
+def run_with_rewards(path: Path, add: float, seed: int, rows: int = 4) -> RunFolder:
     "A run of three steps of n rows, each of which earns its share of `add` more."
     run = RunFolder.create(path, {"learning_rate": add, "seed": 1})
     rng = np.random.default_rng(seed)
@@ -347,7 +347,7 @@ def test_runs_next_to_each_other_differ_by_what_the_rows_say(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     for name, add, seed in (("a", 0.0, 1), ("b", 0.5, 2), ("c", 0.0, 3)):
-        rewarded(tmp_path / name, add, seed)
+        run_with_rewards(tmp_path / name, add, seed)
     assert (
         command(
             [

@@ -13,7 +13,7 @@ from rl_notebook.core.retries import AskAgain, Retries, with_retries, with_retri
 KINDS = st.sampled_from(["passing", "final", "answer"])
 
 
-def both(calls, retries: Retries) -> list[tuple[str, int, list[float]]]:
+def run_awaited_and_blocking(calls, retries: Retries) -> list[tuple[str, int, list[float]]]:
     "Outcome, tries and pauses of the same calls, awaited and blocking."
     results = []
     for awaited in (True, False):
@@ -47,7 +47,9 @@ def both(calls, retries: Retries) -> list[tuple[str, int, list[float]]]:
 
 @given(st.lists(KINDS, min_size=1, max_size=6), st.integers(1, 5), st.integers(0, 2**40))
 def test_awaited_and_blocking_calls_have_the_same_tries_and_pauses(kinds, attempts, seed):
-    awaited, blocking = both(kinds, Retries(attempts, deadline_s=math.inf, seed=seed))
+    awaited, blocking = run_awaited_and_blocking(
+        kinds, Retries(attempts, deadline_s=math.inf, seed=seed)
+    )
     assert awaited == blocking
     outcome, tries, pauses = awaited
     passing = next((i for i, kind in enumerate(kinds) if kind != "passing"), attempts)

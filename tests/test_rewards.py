@@ -465,7 +465,7 @@ def test_after_an_interrupt_no_verdict_is_taken_for_another():
 # --- functions that wait
 
 
-def clear(threads: list) -> bool:
+def outside_main_thread(threads: list) -> bool:
     return all(t is not threading.main_thread() for t in threads)
 
 
@@ -491,7 +491,7 @@ def test_calls_wait_together_within_the_limit_and_plain_ones_in_threads():
         return await scoring
 
     assert asyncio.run(held_open()).totals.tolist() == [1] * 6
-    assert (most, clear(threads)) == (3, True)
+    assert (most, outside_main_thread(threads)) == (3, True)
 
 
 def alarmed(text):

@@ -50,8 +50,8 @@ def run_rollouts(rollout_fn, n=4, **options) -> Rollouts:
     return simulate(sample_rollouts(rollout_fn, PROMPT, n, **options))
 
 
-def quiet(coroutine):
-    "Run something; returns what it came to, and every complaint of the event loop about what was left behind."
+def run_with_complaints(coroutine):
+    "Run a coroutine; returns its result, and every complaint of the event loop about what was left behind."
     complaints = []
 
     async def main():
@@ -157,7 +157,7 @@ def test_any_other_failure_ends_the_run_and_says_where(error):
             await asyncio.sleep(5)  # tidying up takes a while
             ended.append(rollout_index)
 
-    raised, complaints = quiet(sample_rollouts(fails, PROMPT, 4, retries=3))
+    raised, complaints = run_with_complaints(sample_rollouts(fails, PROMPT, 4, retries=3))
     assert isinstance(raised, RewardError)
     assert f"rollout_fn raised {type(error).__name__}" in str(raised)
     assert str(raised).startswith("group 3 (row 'q17', number 41), rollout 2: ")
@@ -182,7 +182,7 @@ def test_a_cancelled_step_cancels_its_rollouts():
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    _, complaints = quiet(main())
+    _, complaints = run_with_complaints(main())
     assert sorted(ended) == [0, 1, 2]
     assert complaints == []
 

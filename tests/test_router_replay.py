@@ -80,7 +80,7 @@ def tiny_mixture(seed: int = 0, near: float = 0.02, normalised: bool = True) -> 
     return model.eval()
 
 
-def opened(model: PreTrainedModel | None = None, **options) -> Backend:
+def open_with_replay(model: PreTrainedModel | None = None, **options) -> Backend:
     options = {
         "router_replay": True,
         "router_replay_completion_only": False,
@@ -128,7 +128,7 @@ async def sample_datums(backend: Backend, prompts: int = 4, n: int = 4) -> list[
     return datums
 
 
-def limited(datums: list[Datum], to: str) -> list[Datum]:
+def limit_notes(datums: list[Datum], to: str) -> list[Datum]:
     "The datums with notes of 'none', of the 'completion', or of 'all' tokens."
     keep = {
         "none": lambda d: None,
@@ -223,7 +223,7 @@ def test_notes_name_the_experts_that_read_each_token_whatever_the_batch():
     "A note is what a plain pass over the whole sequence chooses, for prompts of different lengths sampled together."
 
     async def main():
-        backend = opened(tiny_mixture(near=1.0))
+        backend = open_with_replay(tiny_mixture(near=1.0))
         prompts = [list(range(40, 40 + n)) for n in (3, 9, 1, 16)]
         params = SampleParams(n=3, max_tokens=10, seed=1)
         completions = await asyncio.gather(*(backend.sampler.sample(p, params) for p in prompts))
@@ -239,7 +239,7 @@ def test_notes_name_the_experts_that_read_each_token_whatever_the_batch():
 
 def test_completion_only_keeps_the_notes_from_the_last_prompt_token_on():
     async def main():
-        both = [opened(router_replay_completion_only=only) for only in (False, True)]
+        both = [open_with_replay(router_replay_completion_only=only) for only in (False, True)]
         completions = [
             await b.sampler.sample(range(40, 56), SampleParams(max_tokens=NEW, seed=3))
             for b in both
@@ -255,11 +255,11 @@ def test_completion_only_keeps_the_notes_from_the_last_prompt_token_on():
 
 def test_nothing_is_noted_and_no_hook_stays_when_it_is_off():
     async def main():
-        backend = opened(router_replay=False)
+        backend = open_with_replay(router_replay=False)
         (c,) = await backend.sampler.sample(range(40, 56), SampleParams(max_tokens=4, seed=0))
         assert c.routing is None
         assert not backend.capabilities.routing
-        on = opened()
+        on = open_with_replay()
         await on.policy.forward_backward_custom(await sample_datums(on, 1), weighted_sum)
         for module in (
             on.policy.state.module,
@@ -273,7 +273,7 @@ def test_nothing_is_noted_and_no_hook_stays_when_it_is_off():
 
 def test_notes_of_another_model_are_rejected_with_their_place():
     async def main():
-        backend = opened()
+        backend = open_with_replay()
         datum = (await sample_datums(backend, 1, 1))[0]
         for note in ("AAAA", "//////8=", "not base64"):
             wrong = replace(datum, routing=(*datum.routing[:5], note, *datum.routing[6:]))
@@ -309,7 +309,7 @@ def test_a_blank_lets_the_trainer_choose():
     "Notes of some tokens only: the pass is that of a model which chooses at the others."
 
     async def main():
-        backend = opened()
+        backend = open_with_replay()
         datum = (await sample_datums(backend, 1, 1))[0]
         perturb(backend)
         routers = find_routers(backend.policy.state.module)
@@ -343,7 +343,7 @@ def test_the_gradient_is_that_of_the_model_with_these_experts(checkpointing):
     "In float64, against autograd through the plain mixture; also when layers run a second time in the backward pass."
 
     async def main():
-        backend = opened(dtype="float64")
+        backend = open_with_replay(dtype="float64")
         datums = await sample_datums(backend, 2, 2)
         perturb(backend, only_choice)
         module = backend.policy.state.module
@@ -363,7 +363,7 @@ def test_the_gradient_is_that_of_the_model_with_these_experts(checkpointing):
         assert len(routed) == 2
         assert all(expected[name].abs().max() > 0 for name in routed)
         await backend.policy.discard_gradients()
-        await backend.policy.forward_backward_custom(limited(datums, "none"), weighted_sum)
+        await backend.policy.forward_backward_custom(limit_notes(datums, "none"), weighted_sum)
         assert distance(gradients(backend), expected) > 1e-3
 
     asyncio.run(main())
@@ -371,7 +371,7 @@ def test_the_gradient_is_that_of_the_model_with_these_experts(checkpointing):
 
 def test_order_padding_and_the_split_into_batches_do_not_matter():
     async def main():
-        backend = opened(dtype="float64")
+        backend = open_with_replay(dtype="float64")
         datums = await sample_datums(backend, 4, 3)
         short = [Datum(d.tokens[:n], d.weights[: n - 1], advantage=0.5, routing=d.routing[: n - 1], sample=90 + n)
                  for d, n in zip(datums, (18, 22, 27), strict=False)]  # fmt: skip
@@ -397,10 +397,10 @@ def test_order_padding_and_the_split_into_batches_do_not_matter():
 
 def test_the_reference_of_an_adapter_keeps_its_own_experts():
     async def main():
-        backend = opened(lora_rank=4)
+        backend = open_with_replay(lora_rank=4)
         datums = await sample_datums(backend, 2, 2)
         elsewhere = [replace(d, routing=d.routing[::-1]) for d in datums]
-        plain = await backend.reference.forward(limited(datums, "none"))
+        plain = await backend.reference.forward(limit_notes(datums, "none"))
         for a, b in zip(plain, await backend.reference.forward(elsewhere), strict=True):
             np.testing.assert_array_equal(a.values, b.values)
         moved = await gaps(backend, elsewhere)
@@ -434,7 +434,7 @@ def test_a_grpo_step_replays_and_its_record_keeps_the_notes(tmp_path):
             router_replay=True,
         )
         seen = []
-        backend = opened(router_replay_completion_only=cfg.router_replay_completion_only)
+        backend = open_with_replay(router_replay_completion_only=cfg.router_replay_completion_only)
         perturb(backend)
         score = backend.reference.forward
 

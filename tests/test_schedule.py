@@ -45,7 +45,7 @@ SHAPES = [
 ]
 
 
-def theirs(shape: str, warm: int, of: int) -> list[float]:
+def transformers_factors(shape: str, warm: int, of: int) -> list[float]:
     "The factors of transformers' scheduler, one per optimizer step."
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     more = {"min_lr_rate": 0.1} if shape == "cosine_with_min_lr" else None
@@ -65,13 +65,13 @@ def test_the_values_are_those_of_transformers(shape, warm, of):
     more = {"min_lr_rate": 0.1} if shape == "cosine_with_min_lr" else {}
     settings = UpdateSettings(lr_scheduler_type=shape, warmup_steps=warm, **more)
     ours = [lr_factor(settings, step, of) for step in range(1, of + 1)]
-    np.testing.assert_allclose(ours, theirs(shape, warm, of), rtol=1e-14, atol=1e-16)
+    np.testing.assert_allclose(ours, transformers_factors(shape, warm, of), rtol=1e-14, atol=1e-16)
 
 
 def test_a_share_is_rounded_up_as_transformers_rounds_it():
     settings = UpdateSettings(lr_scheduler_type="linear", warmup_ratio=0.25)
     assert [lr_factor(settings, step, 10) for step in range(1, 11)] == pytest.approx(
-        theirs("linear", 3, 10)
+        transformers_factors("linear", 3, 10)
     )
 
 
@@ -91,7 +91,7 @@ def test_what_would_be_ignored_is_rejected(settings, match):
         Config(**settings)
 
 
-def rates(records: Any) -> list[float]:
+def learning_rates_of(records: Any) -> list[float]:
     "The learning rate that the optimizer reported, by step."
     return [record.metrics["learning_rate"] for record in records]
 
@@ -114,7 +114,7 @@ EXPECTED = [0.0, 1e-3, 1e-3 * (1 - 1 / 3), 1e-3 * (1 - 2 / 3)]
 def test_a_loop_follows_it_and_records_it():
     loop = grpo_loop()
     records = asyncio.run(loop.run(progress=False))
-    assert rates(records) == EXPECTED
+    assert learning_rates_of(records) == EXPECTED
     assert [r.metrics["learning_rate/schedule"] for r in records] == [
         0.0,
         1.0,
@@ -139,11 +139,14 @@ def test_undo_branch_and_another_length():
         await loop.undo()
         again = await loop.step()
         assert again is not None
-        assert (rates([again]), again.metrics["loss"]) == (rates([third]), third.metrics["loss"])
+        assert (learning_rates_of([again]), again.metrics["loss"]) == (
+            learning_rates_of([third]),
+            third.metrics["loss"],
+        )
         other = await loop.branch(lr_scheduler_type="constant_with_warmup")
-        assert rates([await other.step()]) == [1e-3]
+        assert learning_rates_of([await other.step()]) == [1e-3]
         loop.change(steps=7)  # the rest is spread over more steps
-        assert rates([await loop.step()]) == pytest.approx([1e-3 * (7 - 3) / (7 - 1)])
+        assert learning_rates_of([await loop.step()]) == pytest.approx([1e-3 * (7 - 3) / (7 - 1)])
 
     asyncio.run(test())
 
@@ -161,12 +164,12 @@ def test_resumed_and_replayed_it_is_the_same(tmp_path, monkeypatch):
     quiet: dict[str, Any] = {"say": lambda line: None, "progress": False}
     asyncio.run(train(cfg, **quiet))
     whole = [*Run.open(tmp_path / "run")]
-    assert rates(whole) == pytest.approx(EXPECTED)
+    assert learning_rates_of(whole) == pytest.approx(EXPECTED)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "00004")
     asyncio.run(train(cfg, resume=True, **quiet))
     again = [*Run.open(tmp_path / "run")]
     assert [r.metrics["loss"] for r in again] == [r.metrics["loss"] for r in whole]
-    assert rates(again) == rates(whole)
+    assert learning_rates_of(again) == learning_rates_of(whole)
     result = asyncio.run(replay_step(tmp_path / "run", 2))
     assert result.same is not False, result  # without a KL term there is no reference to compare
     assert "optimize    the same" in repr(result)
@@ -200,7 +203,9 @@ def test_a_service_gets_it_with_every_optimizer_step(monkeypatch):
         async with await open_tinker(
             **where, **quick, key=key, tokenizer=load_model("tiny")[1]
         ) as backend:
-            return rates(await GRPOLoop(backend, toy_rows(16), uneven, cfg).run(progress=False))
+            return learning_rates_of(
+                await GRPOLoop(backend, toy_rows(16), uneven, cfg).run(progress=False)
+            )
 
     with start_emulator(key=key) as running:
         assert asyncio.run(test(running.url)) == EXPECTED

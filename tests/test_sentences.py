@@ -29,7 +29,7 @@ from rl_notebook.task.toy import toy_reward, toy_rows
 Records = list[StepRecord]
 
 
-def opened(
+def make_loop(
     reward: Any = toy_reward, *, backend: Backend | None = None, rows: Any = None, **kwargs: Any
 ) -> GRPOLoop:
     "A loop on sums; keywords that are not the loop's are settings."
@@ -48,14 +48,14 @@ def opened(
 
 def run(n: int, *args: Any, **kwargs: Any) -> Records:
     "Steps of such a loop."
-    return list(asyncio.run(opened(*args, **kwargs).run(n, progress=False)))
+    return list(asyncio.run(make_loop(*args, **kwargs).run(n, progress=False)))
 
 
 def between(n: int, do: Callable[[GRPOLoop], Any], **kwargs: Any) -> Records:
     "Steps of a loop to which something is done after each."
 
     async def steps() -> Records:
-        loop = opened(**kwargs)
+        loop = make_loop(**kwargs)
         records = []
         for _ in range(n):
             records += [await loop.step()]
@@ -195,7 +195,7 @@ def reset_policy(sampler_too: bool) -> Records:
     "After each step the policy is loaded as it was at the beginning."
 
     async def steps() -> Records:
-        loop = opened(uneven, learning_rate=2e-3)
+        loop = make_loop(uneven, learning_rate=2e-3)
         start = await loop.backend.policy.save_state("start")
         records = []
         for _ in range(2):

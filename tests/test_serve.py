@@ -46,7 +46,7 @@ CALL = '{"name": "add", "arguments": {"a": 2}}'
 ANSWER = "The sum is 4."
 
 
-def caller() -> tuple[Any, Any]:
+def tool_calling_model() -> tuple[Any, Any]:
     "A model of one rule: a question makes it call a tool, what a tool said makes it answer. Each text is one token."
     texts = [
         "<end>",
@@ -116,7 +116,9 @@ class Watched:
 
 
 @asynccontextmanager
-async def served(model: Any = None, tokenizer: Any = None, max_seq_len: int = 256, **params: Any):
+async def serve_model(
+    model: Any = None, tokenizer: Any = None, max_seq_len: int = 256, **params: Any
+):
     "A server, the watched sampler and the backend of a model with random weights, whose text is nothing like English."
     tokenizer = tokenizer or build_tokenizer()
     model = model or tiny_model(vocab=len(tokenizer), eos=tokenizer.eos_token_id, scale=1.0)
@@ -177,7 +179,7 @@ async def check_scores(backend: Any, samples: Any) -> None:
 
 def test_what_comes_back_is_what_was_sampled() -> None:
     async def play() -> None:
-        async with served() as (server, watched, backend):
+        async with serve_model() as (server, watched, backend):
             odd = 0
             turns = 4
             for i in range(4):
@@ -234,7 +236,7 @@ def test_the_experts_that_read_a_token_come_back_too() -> None:
 
 def test_a_stream_says_the_same_and_is_recorded() -> None:
     async def play() -> None:
-        async with served() as (server, watched, _backend):
+        async with serve_model() as (server, watched, _backend):
             with server.rollout() as rollout:
                 async with client_of(rollout) as client:
                     whole = await ask(client, ASKED, seed=3)
@@ -258,8 +260,8 @@ def test_a_stream_says_the_same_and_is_recorded() -> None:
 
 def test_tools_are_called_with_the_tokens_that_were_sampled() -> None:
     async def play() -> None:
-        model, tokenizer = caller()
-        async with served(model, tokenizer, max_tokens=3) as (server, watched, _backend):
+        model, tokenizer = tool_calling_model()
+        async with serve_model(model, tokenizer, max_tokens=3) as (server, watched, _backend):
             with server.rollout() as rollout:
                 async with client_of(rollout) as client:
                     messages: list[Any] = [{"role": "user", "content": "x"}]
@@ -296,7 +298,7 @@ def test_tools_are_called_with_the_tokens_that_were_sampled() -> None:
 
 def test_branches_and_edited_histories_are_separate_sequences() -> None:
     async def play() -> None:
-        async with served() as (server, watched, backend):
+        async with serve_model() as (server, watched, backend):
             with server.rollout() as rollout:
                 async with client_of(rollout) as client:
                     first = (await ask(client, ASKED)).choices[0].message
@@ -331,7 +333,7 @@ def test_a_template_that_rewrites_history_makes_each_turn_a_sequence() -> None:
             "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'user' %}{{ m.content }}{% endif %}"
             "{{ '<|end|>' }}{% endfor %}{{ '<|assistant|>' }}"
         )
-        async with served(tokenizer=tokenizer) as (server, watched, _backend):
+        async with serve_model(tokenizer=tokenizer) as (server, watched, _backend):
             with server.rollout() as rollout:
                 # an answer that ends at once would be as the template renders it
                 await play_turns(rollout, 3, seed=0)
@@ -345,7 +347,7 @@ def test_a_template_that_rewrites_history_makes_each_turn_a_sequence() -> None:
 
 def test_keys_and_addresses() -> None:
     async def play() -> None:
-        async with served() as (server, watched, _backend):
+        async with serve_model() as (server, watched, _backend):
             with server.rollout() as rollout:
                 for key in ("x", rollout.key[:-1], rollout.key + "x"):
                     async with client_of(rollout) as client:
@@ -419,7 +421,7 @@ if find_spec("llguidance"):  # of the extra `structured`
 
 def test_what_is_not_done_is_rejected_by_name() -> None:
     async def play() -> None:
-        async with served() as (server, watched, _backend):
+        async with serve_model() as (server, watched, _backend):
             with server.rollout() as rollout:
                 headers = {"Authorization": f"Bearer {rollout.key}"}
                 async with httpx.AsyncClient() as client:
@@ -437,7 +439,7 @@ def test_what_is_not_done_is_rejected_by_name() -> None:
 
 def test_a_repeated_request_gets_the_reply_that_was_sampled() -> None:
     async def play() -> None:
-        async with served() as (server, watched, _backend):
+        async with serve_model() as (server, watched, _backend):
             with server.rollout() as rollout:
                 address = f"{rollout.url}/chat/completions"
                 key = {"Authorization": f"Bearer {rollout.key}"}
@@ -472,7 +474,7 @@ def test_a_repeated_request_gets_the_reply_that_was_sampled() -> None:
 
 def test_several_completions_and_their_logprobs() -> None:
     async def play() -> None:
-        async with served() as (server, watched, backend):
+        async with serve_model() as (server, watched, backend):
             with server.rollout() as rollout:
                 async with client_of(rollout) as client:
                     first = (await ask(client, ASKED)).choices[0].message
@@ -546,7 +548,7 @@ def test_a_reply_is_held_to_a_schema_or_to_a_tool() -> None:
         model = tiny_model(
             vocab=len(tokenizer), eos=tokenizer.eos_token_id, scale=1.0, context=2048
         )
-        async with served(model, tokenizer, max_seq_len=2048, max_tokens=150) as (
+        async with serve_model(model, tokenizer, max_seq_len=2048, max_tokens=150) as (
             server,
             watched,
             backend,
@@ -576,7 +578,11 @@ def test_a_reply_is_held_to_a_schema_or_to_a_tool() -> None:
 
 def test_the_responses_api_plays_the_same_conversation() -> None:
     async def play() -> None:
-        async with served(*caller(), max_seq_len=512, max_tokens=60) as (server, watched, _backend):
+        async with serve_model(*tool_calling_model(), max_seq_len=512, max_tokens=60) as (
+            server,
+            watched,
+            _backend,
+        ):
             with server.rollout() as rollout:
                 async with client_of(rollout) as client:
                     tool = {"type": "function", **ADD["function"]}
@@ -626,7 +632,7 @@ def test_the_responses_api_plays_the_same_conversation() -> None:
 
 def test_a_conversation_that_has_grown_too_long_is_rejected_and_kept() -> None:
     async def play() -> None:
-        async with served(max_seq_len=64) as (server, watched, _backend):
+        async with serve_model(max_seq_len=64) as (server, watched, _backend):
             with server.rollout() as rollout, pytest.raises(openai.BadRequestError) as caught:
                 await play_turns(rollout, 20)
             assert caught.value.code == "context_length_exceeded"
@@ -639,7 +645,7 @@ def test_a_conversation_that_has_grown_too_long_is_rejected_and_kept() -> None:
 
 def test_a_client_that_hangs_up_has_never_asked() -> None:
     async def play() -> None:
-        async with served() as (server, watched, _backend):
+        async with serve_model() as (server, watched, _backend):
             with server.rollout() as rollout:
                 messages = (await play_turns(rollout, 1))[:3]
                 watched.gate = asyncio.Event()
@@ -668,7 +674,7 @@ def test_a_client_that_hangs_up_has_never_asked() -> None:
 
 def test_a_server_that_ends_lets_no_request_wait() -> None:
     async def play() -> None:
-        async with served() as (server, watched, _backend):
+        async with serve_model() as (server, watched, _backend):
             watched.gate = asyncio.Event()
             rollout = server.rollout()
             client = client_of(rollout)
@@ -686,7 +692,7 @@ def test_a_server_that_ends_lets_no_request_wait() -> None:
 
 def test_a_backend_that_fails_is_what_is_raised() -> None:
     async def play() -> None:
-        async with served() as (server, _watched, backend):
+        async with serve_model() as (server, _watched, backend):
             await backend.close()
             with pytest.raises(BackendError, match="closed"), server.rollout() as rollout:
                 await play_turns(rollout, 1)

@@ -27,7 +27,7 @@ def running() -> Iterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def opened(
+async def open_serverless(
     running: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> AsyncIterator[Any]:
     "A backend and its config."
@@ -62,7 +62,7 @@ def pool(running: Any) -> Any:
 
 def test_a_run_trains_in_one_session_and_leaves_none(running: Any, monkeypatch: pytest.MonkeyPatch):
     async def test() -> None:
-        async with opened(running, monkeypatch) as (backend, cfg):
+        async with open_serverless(running, monkeypatch) as (backend, cfg):
             assert not backend.checks.failed
             assert len(pool(running).sessions) == 1
             loop = rln.GRPOLoop(
@@ -81,7 +81,10 @@ def test_a_run_trains_in_one_session_and_leaves_none(running: Any, monkeypatch: 
 
 def test_a_snapshot_is_sampled_in_its_session_only(running: Any, monkeypatch: pytest.MonkeyPatch):
     async def test() -> None:
-        async with opened(running, monkeypatch) as (backend, _cfg), opened(running, monkeypatch):
+        async with (
+            open_serverless(running, monkeypatch) as (backend, _cfg),
+            open_serverless(running, monkeypatch),
+        ):
             path = await backend.policy.save_weights_for_sampler("mine")
             mine, other = sorted(pool(running).sessions, key=lambda id: f"/{id}/" not in path)
             body = {"prompt": [1, 2, 3], "max_tokens": 2}
@@ -104,7 +107,7 @@ def test_what_serverless_training_does_not_have_is_rejected(
 ):
     async def test() -> None:
         with pytest.raises(ConfigError, match="kl_beta=0"):
-            async with opened(running, monkeypatch, kl_beta=0.1):
+            async with open_serverless(running, monkeypatch, kl_beta=0.1):
                 pass
 
     asyncio.run(test())

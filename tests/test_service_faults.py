@@ -22,7 +22,15 @@ pytest.importorskip("tinker")
 pytest.importorskip("starlette")
 
 from injected_faults import KINDS, Fault, FaultyEmulator
-from service_runs import COMPLETIONS, GROUPS, Outcome, config, killed_config, measured, open_service
+from service_runs import (
+    COMPLETIONS,
+    GROUPS,
+    Outcome,
+    config,
+    killed_config,
+    train_and_measure,
+    open_service,
+)
 
 from rl_notebook.emulator.service import RunningEmulator, start_emulator
 from rl_notebook.backends.services.provision import leftovers
@@ -99,7 +107,7 @@ class Ended:
     seconds: float
 
 
-async def open_in_the_end(running: RunningEmulator, cfg: Any, failed_openings: list[str]) -> Any:
+async def open_with_retry(running: RunningEmulator, cfg: Any, failed_openings: list[str]) -> Any:
     "Open a backend; after a clean error, once more, as a user would."
     try:
         return await open_service(running, cfg)
@@ -108,13 +116,13 @@ async def open_in_the_end(running: RunningEmulator, cfg: Any, failed_openings: l
         return await open_service(running, cfg)
 
 
-def go(plan: Plan, faults: tuple[Fault, ...], seed: int = 0) -> Ended:
+def run_with_faults(plan: Plan, faults: tuple[Fault, ...], seed: int = 0) -> Ended:
     "One run, on a separate emulator."
 
     async def inside(running: RunningEmulator) -> Outcome:
         cfg = config(plan.backend, plan.steps, None)
-        async with await open_in_the_end(running, cfg, failed_openings) as backend:
-            return await measured(cfg, backend, running)
+        async with await open_with_retry(running, cfg, failed_openings) as backend:
+            return await train_and_measure(cfg, backend, running)
 
     failed_openings: list[str] = []
     began = time.monotonic()
@@ -137,7 +145,7 @@ def runs() -> dict[str, tuple[Ended, Ended]]:
     "Backend -> the run without faults, and with all of them. One backend waits while the other computes."
 
     def both(plan: Plan) -> tuple[Ended, Ended]:
-        return go(plan, ()), go(plan, plan.faults, seed=SEED)
+        return run_with_faults(plan, ()), run_with_faults(plan, plan.faults, seed=SEED)
 
     with ThreadPoolExecutor(len(PLANS)) as pool:
         ended = dict(zip(map(str, PLANS), pool.map(both, PLANS), strict=True))
@@ -215,16 +223,18 @@ def test_nothing_is_lost_or_trained_twice(plan: Plan, calm: Ended, stormy: Ended
             assert {s.policy_version for g in record.groups for s in g.samples} == {record.step - 1}
 
 
-def answers(outcome: Outcome) -> list[tuple[Any, ...]]:
+def texts_and_rewards(outcome: Outcome) -> list[tuple[Any, ...]]:
     "All that was sampled and graded."
     samples = [s for r in outcome.records for g in r.groups for s in g.samples]
     return [(s.tokens.tolist(), s.text, s.reward, s.finish_reason) for s in samples]
 
 
 def test_the_records_agree(calm: Ended, stormy: Ended) -> None:
-    assert answers(calm.outcome) == answers(stormy.outcome)
+    assert texts_and_rewards(calm.outcome) == texts_and_rewards(stormy.outcome)
     # answers differ at all
-    assert len({text for _, text, *_ in answers(calm.outcome)}) > len(calm.outcome.records)
+    assert len({text for _, text, *_ in texts_and_rewards(calm.outcome)}) > len(
+        calm.outcome.records
+    )
     for a, b in zip(calm.outcome.records, stormy.outcome.records, strict=True):
         assert a.loss is not None
         assert b.loss is not None
@@ -271,7 +281,7 @@ def service() -> Any:
         yield running
 
 
-def half_a_run(running: RunningEmulator, folder: Path) -> None:
+def kill_in_a_step(running: RunningEmulator, folder: Path) -> None:
     "Train in a separate process, and kill it in the middle of a step."
     script = Path(__file__).parent / "service_runs.py"
     command = [sys.executable, str(script), str(folder), str(STEPS), str(EVERY), folder.name]
@@ -313,12 +323,12 @@ def uninterrupted(service: RunningEmulator) -> Outcome:
     async def inside() -> Outcome:
         cfg = killed_config(None, STEPS, EVERY, "calm")
         async with await open_service(service, cfg) as backend:
-            return await measured(cfg, backend, service)
+            return await train_and_measure(cfg, backend, service)
 
     return asyncio.run(inside())
 
 
-async def go_on(
+async def resume_run(
     service: RunningEmulator, folder: Path, leftover: str
 ) -> tuple[Outcome, dict[str, str], list[str]]:
     "Open from the run folder, look at the jobs, and resume."
@@ -327,7 +337,7 @@ async def go_on(
     async with await open_service(service, cfg, leftover=leftover) as backend:
         requests = [f"{e.method} {e.path}" for e in service.emulator.log[mark:]]
         return (
-            await measured(cfg, backend, service, resume=True),
+            await train_and_measure(cfg, backend, service, resume=True),
             job_states(service, folder),
             requests,
         )
@@ -348,7 +358,7 @@ def check_resumed(outcome: Outcome, uninterrupted: Outcome, folder: Path) -> Non
     recorded = [
         s.tokens.tolist() for step in run.steps for g in run.record(step).groups for s in g.samples
     ]
-    assert recorded == [tokens for tokens, *_ in answers(uninterrupted)]
+    assert recorded == [tokens for tokens, *_ in texts_and_rewards(uninterrupted)]
     assert [run.record(step).loss.loss for step in run.steps] == [
         r.loss.loss for r in uninterrupted.records
     ]
@@ -357,7 +367,7 @@ def check_resumed(outcome: Outcome, uninterrupted: Outcome, folder: Path) -> Non
 def test_a_killed_run_attaches_to_what_it_left_and_continues(
     service, uninterrupted, tmp_path: Path
 ) -> None:
-    half_a_run(service, folder := tmp_path / "attached")
+    kill_in_a_step(service, folder := tmp_path / "attached")
     result = leftovers(folder)
     assert [r.role for r in result] == ["policy", "reference", "deployment"]
     left = job_states(service, folder)
@@ -369,7 +379,7 @@ def test_a_killed_run_attaches_to_what_it_left_and_continues(
         asyncio.run(open_service(service, cfg))
     assert service.key.reveal() not in str(asked.value)
     assert job_states(service, folder) == left
-    outcome, jobs, requests = asyncio.run(go_on(service, folder, "attach"))
+    outcome, jobs, requests = asyncio.run(resume_run(service, folder, "attach"))
     assert jobs == left  # no job but those
     assert not [
         line

@@ -113,7 +113,7 @@ def test_two_cells_that_step_the_same_loop_take_turns_and_a_phase_that_cannot_wa
     run(main())
 
 
-def two_over_one():
+def two_loops_on_one_backend():
     "Two loops that were opened apart from each other over one backend, with different rows."
     one = make_loop(rows=24, reward=LENGTH)
     rows = load_rows(toy_rows(24, seed=9))
@@ -122,9 +122,9 @@ def two_over_one():
 
 def test_two_loops_over_one_backend_that_are_stepped_at_once_train_one_after_the_other():
     async def main():
-        one, other = two_over_one()
+        one, other = two_loops_on_one_backend()
         await asyncio.gather(one.run(2, progress=False), other.run(2, progress=False))
-        one_alone, other_alone = two_over_one()
+        one_alone, other_alone = two_loops_on_one_backend()
         for loop in (one_alone, other_alone, one_alone, other_alone):
             await loop.step()
         assert same(weights(one), weights(one_alone))
@@ -139,11 +139,11 @@ def test_two_loops_over_one_backend_that_are_stepped_at_once_train_one_after_the
 
 def test_a_loop_that_comes_between_backward_and_update_of_another_drops_its_gradient():
     async def main():
-        one, other = two_over_one()
+        one, other = two_loops_on_one_backend()
         await one.step()
         await up_to(one, "backward")
         alone = (await other.step()).metrics["grad_norm"]
-        one_alone, other_alone = two_over_one()
+        one_alone, other_alone = two_loops_on_one_backend()
         await one_alone.step()
         assert (await other_alone.step()).metrics["grad_norm"] == alone
         with pytest.raises(PhaseError, match="no update to take back"):
@@ -160,7 +160,7 @@ def test_a_loop_that_comes_between_backward_and_update_of_another_drops_its_grad
 
 def test_a_step_inside_a_step_of_another_loop_is_rejected_and_does_not_wait_for_itself():
     async def main():
-        one, other = two_over_one()
+        one, other = two_loops_on_one_backend()
 
         async def asks(step, rollout_fn):
             return await asyncio.gather(other.step())
@@ -291,7 +291,7 @@ def test_a_rejected_update_is_tried_again_in_its_step_at_a_lower_rate_or_with_an
     run(main())
 
 
-def played(setup):
+def custom_rollouts(setup):
     "Rollouts of one turn, by a function of the user."
 
     async def play(sample_prompt):
@@ -301,7 +301,9 @@ def played(setup):
     return play
 
 
-@pytest.mark.parametrize("reward", [LENGTH, RolloutFactory(played)], ids=["reward", "rollout_fn"])
+@pytest.mark.parametrize(
+    "reward", [LENGTH, RolloutFactory(custom_rollouts)], ids=["reward", "rollout_fn"]
+)
 def test_weights_that_have_diverged_are_named_at_the_next_sample_and_undo_brings_back_those_before(
     reward,
 ):
@@ -485,7 +487,7 @@ def test_a_resumed_run_continues_with_the_changed_settings(tmp_path):
 # --- the step in progress -----------------------------------------------------------------------------------------
 
 
-def shown_in(dashboard):
+def shown_values(dashboard):
     "The map's values and title, the table's rows, the line that says what is shown."
     tick(dashboard)
     screen = dashboard.screen
@@ -498,28 +500,28 @@ def test_the_dashboard_shows_what_each_phase_returns_whatever_runs_it():
         loop = make_loop(rows=30, reward=LENGTH)
         dashboard = Dashboard(loop)
         loop.prompts()
-        assert "Step 1, after prompts" in shown_in(dashboard)[2]
+        assert "Step 1, after prompts" in shown_values(dashboard)[2]
         await loop.sample()
-        title, rows, text = shown_in(dashboard)
+        title, rows, text = shown_values(dashboard)
         assert (title, rows) == ("Tokens by group, step 1, after sample", 18)
         assert "Current step 1, after sample.</b> 18 samples of 3 prompts" in text
         loop.score()
-        assert shown_in(dashboard)[0] == "Rewards by group, step 1, after score"
+        assert shown_values(dashboard)[0] == "Rewards by group, step 1, after score"
         assert dashboard.history.column("reward")[0].tolist() == [1]
         assert (
             dashboard.screen.pane.table["rows"][0]["reward"]
             == loop.state.values["score"][0].samples[0].reward
         )
         loop.advantages()
-        assert shown_in(dashboard)[0] == "Advantages by group, step 1, after advantages"
+        assert shown_values(dashboard)[0] == "Advantages by group, step 1, after advantages"
         first = dashboard.screen.pane.table["rows"][0]["advantage"]
         loop.advantages(scale="none")  # again, otherwise
-        assert "after advantages" in shown_in(dashboard)[0]
+        assert "after advantages" in shown_values(dashboard)[0]
         assert dashboard.screen.pane.table["rows"][0]["advantage"] != first
         loop.datums()
         await loop.reference()
         loop.loss()
-        assert "after loss" in shown_in(dashboard)[0]
+        assert "after loss" in shown_values(dashboard)[0]
         asked(dashboard, {"open": [0, 0]})
         asked(dashboard, {"inspect": True})
         [inspector] = dashboard.screen.inspector.children
@@ -527,18 +529,18 @@ def test_the_dashboard_shows_what_each_phase_returns_whatever_runs_it():
         asked(dashboard, {"close": True})
         assert dashboard.screen.pane.completion == {}
         await dashboard.step()
-        title, _, text = shown_in(dashboard)
+        title, _, text = shown_values(dashboard)
         assert title == "Advantages by group, step 1"
         assert "Current step" not in text
         loop.prompts()
-        title, _, text = shown_in(dashboard)
+        title, _, text = shown_values(dashboard)
         assert title == "Advantages by group, step 1"
         assert "Current step 2, after prompts" in text
         assert "Map and table are of step 1" in text
         await loop.sample()
-        assert shown_in(dashboard)[0] == "Tokens by group, step 2, after sample"
+        assert shown_values(dashboard)[0] == "Tokens by group, step 2, after sample"
         await dashboard.undo()
-        assert "after sample" not in shown_in(dashboard)[0]
+        assert "after sample" not in shown_values(dashboard)[0]
         dashboard.close()
 
     run(main())

@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.path
 
 
-def acting(text: str) -> set[str]:
+def control_characters(text: str) -> set[str]:
     return {
         c
         for c in text
@@ -56,7 +56,7 @@ def test_nothing_that_a_model_wrote_acts(
     plain = capsys.readouterr().out
     assert main(["show", str(run), *place, "--json"]) == 0
     data = json.loads(text := capsys.readouterr().out)
-    assert (acting(plain), acting(text)) == (set(), set())
+    assert (control_characters(plain), control_characters(text)) == (set(), set())
     if place:
         assert "\\u001b[31mred" in plain
         assert "\\u202eabc" in plain
@@ -69,7 +69,11 @@ def test_errors_and_lines_do_not_act_either(capsys: pytest.CaptureFixture[str]) 
     write_line(EVIL)
     assert main(["show", f"/nowhere/{EVIL}".replace("\0", "")]) == 2
     output = capsys.readouterr()
-    assert (acting(str(error)), acting(output.out), acting(output.err)) == (set(), set(), set())
+    assert (
+        control_characters(str(error)),
+        control_characters(output.out),
+        control_characters(output.err),
+    ) == (set(), set(), set())
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "gbk"])

@@ -40,7 +40,7 @@ def length(text: str) -> float:
     return float(len(text))
 
 
-def numbers(record):
+def measurements(record):
     "Everything measured in a step, but the clock, and the probe of its sync, which is of the run's first step."
     loss = float("nan") if record.loss is None else record.loss.loss
     measured = {
@@ -75,13 +75,13 @@ BREAKS = {  # phase: (owner of the method that fails, its name)
 
 
 @functools.cache
-def undisturbed():
-    "The first two steps of a loop that nothing happens to."
+def reference_steps():
+    "The first two steps of an undisturbed loop."
     return asyncio.run(make_loop().run(2, progress=False))
 
 
-def place(loop):
-    "Where a loop stands."
+def position_of(loop):
+    "Where a loop is."
     state = loop.state
     return (
         state.number,
@@ -93,7 +93,7 @@ def place(loop):
     )
 
 
-async def fail(loop, phase, monkeypatch):
+async def run_failing_phase(loop, phase, monkeypatch):
     "Run a phase of which something fails."
 
     def failing(*args, **kwargs):
@@ -110,25 +110,25 @@ async def fail(loop, phase, monkeypatch):
 
 
 def test_a_phase_that_fails_leaves_the_loop_where_it_stood(monkeypatch):
-    expected = numbers(undisturbed()[1])
+    expected = measurements(reference_steps()[1])
 
     async def main():
         loop = make_loop()
         await loop.step()
         for phase in PHASES:
             if phase in BREAKS:
-                before = place(loop)
+                before = position_of(loop)
                 weights_before = weights(loop)
                 loop.state.cache.clear()  # scored again by the reference
                 with pytest.raises(
                     (RuntimeError, RewardError, DataError), match="the fault of the backend"
                 ):
-                    await fail(loop, phase, monkeypatch)
-                assert place(loop) == before, phase
+                    await run_failing_phase(loop, phase, monkeypatch)
+                assert position_of(loop) == before, phase
                 assert same(weights_before, weights(loop)), phase
             result = getattr(loop, phase)()
             record = await result if asyncio.iscoroutine(result) else result
-        assert_equal(numbers(record), expected, rel=1e-6)
+        assert_equal(measurements(record), expected, rel=1e-6)
 
     run(main())
 
@@ -154,7 +154,7 @@ def test_a_window_of_which_nothing_came_costs_no_prompts(monkeypatch):
 # --- undo: exceptions, backends that cannot, what it costs ----------------------------------------------------------
 
 
-def bare(loop):
+def backend_without_states(loop):
     "The loop's backend, as one that cannot save states."
     loop.backend.capabilities = replace(
         loop.backend.capabilities, name="bare", state_snapshots=False
@@ -165,8 +165,8 @@ def bare(loop):
 
 def test_a_backend_without_snapshots_trains_and_says_what_it_cannot(tmp_path):
     async def main():
-        loop = bare(make_loop())
-        folder = recorded(loop, tmp_path)
+        loop = backend_without_states(make_loop())
+        folder = record_to_folder(loop, tmp_path)
         assert (await loop.step()).trained
         assert "remember" not in loop.records[-1].seconds
         calls = {
@@ -208,7 +208,7 @@ def load_weights(loop):
 # --- branches -------------------------------------------------------------------------------------------------------
 
 
-async def begun(changes=None, **settings):
+async def loop_with_changes(changes=None, **settings):
     "A loop with one step behind it and a batch in hand, for which settings were changed."
     loop = make_loop(reward=LENGTH, **settings)
     await loop.step()
@@ -217,9 +217,9 @@ async def begun(changes=None, **settings):
     return loop
 
 
-async def alone(changes, at, steps, **settings):
+async def records_without_branch(changes, at, steps, **settings):
     "The records of a loop that does the same as a branch, with a backend to itself."
-    loop = await begun(changes, **settings)
+    loop = await loop_with_changes(changes, **settings)
     if at == "start":
         loop.state = StepState(loop.state.number, loop.state.cursor)
     else:
@@ -233,7 +233,7 @@ def assert_same_records(ours, theirs):
     "The same numbers, tokens and logprobs to the last bit."
     assert [r.step for r in ours] == [r.step for r in theirs]
     for a, b in zip(ours, theirs, strict=True):
-        assert_equal(numbers(a), numbers(b))
+        assert_equal(measurements(a), measurements(b))
         assert (a.policy_version, a.consumed, a.options) == (
             b.policy_version,
             b.consumed,
@@ -255,7 +255,7 @@ CHANGES = {"kl_beta": 0.5, "learning_rate": 3e-3, "policy_loss": "reinforce"}
 
 def test_two_branches_give_what_each_gives_alone():
     async def main():
-        loop = await begun(lora_rank=4)
+        loop = await loop_with_changes(lora_rank=4)
         branch = await loop.branch(at="batch", **CHANGES)
         assert branch.state.current == "advantages"
         ours = []
@@ -263,10 +263,14 @@ def test_two_branches_give_what_each_gives_alone():
         for _ in range(2):
             theirs.append(await branch.step())
             ours.append(await loop.step())
-        assert_same_records(ours, (expected := await alone({}, "batch", 2, lora_rank=4))[0])
+        assert_same_records(
+            ours, (expected := await records_without_branch({}, "batch", 2, lora_rank=4))[0]
+        )
         async with loop.weights.lease():
             assert same(weights(loop), expected[1])
-        assert_same_records(theirs, (expected := await alone(CHANGES, "batch", 2, lora_rank=4))[0])
+        assert_same_records(
+            theirs, (expected := await records_without_branch(CHANGES, "batch", 2, lora_rank=4))[0]
+        )
         async with branch.weights.lease():
             assert same(weights(branch), expected[1])
 
@@ -275,7 +279,7 @@ def test_two_branches_give_what_each_gives_alone():
 
 def test_a_branch_keeps_the_batch_and_scores_it_again_with_another_reward():
     async def main():
-        loop = await begun()
+        loop = await loop_with_changes()
         branch = await loop.branch(reward=lambda text: -float(len(text)))
         assert branch.state.current == "score"
         ours = await loop.step()
@@ -284,7 +288,7 @@ def test_a_branch_keeps_the_batch_and_scores_it_again_with_another_reward():
         assert [g.rewards.tolist() for g in ours.groups] == [
             (-g.rewards).tolist() for g in theirs.groups
         ]
-        weighted = await (await begun(rewards=["length"])).branch(reward_weights=[0.5])
+        weighted = await (await loop_with_changes(rewards=["length"])).branch(reward_weights=[0.5])
         assert weighted.state.current == "score"
 
     run(main())
@@ -303,7 +307,7 @@ NO_BRANCH = [
 
 def test_what_a_branch_cannot_change_is_rejected():
     async def main():
-        loop = await begun()
+        loop = await loop_with_changes()
         for changes, message in NO_BRANCH:
             with pytest.raises(ConfigError, match=message):
                 await loop.branch(**changes)
@@ -364,7 +368,7 @@ def test_a_turn_that_could_never_come_is_rejected_and_costs_nothing():
 def test_an_interrupt_stops_all_loops_that_run_and_the_handler_comes_back():
     async def main():
         handler = signal.getsignal(signal.SIGINT)
-        loop = await begun()
+        loop = await loop_with_changes()
         branch = await loop.branch(kl_beta=0.5)
         loop.outputs.append(lambda record: signal.raise_signal(signal.SIGINT))
         ours, theirs = await asyncio.gather(loop.run(progress=False), branch.run(progress=False))
@@ -378,7 +382,7 @@ def test_an_interrupt_stops_all_loops_that_run_and_the_handler_comes_back():
 # --- seek -----------------------------------------------------------------------------------------------------------
 
 
-def recorded(loop, tmp_path, name="run"):
+def record_to_folder(loop, tmp_path, name="run"):
     "A run folder that the loop writes to."
     folder = RunFolder.create(tmp_path / name, loop.cfg)
     loop.outputs.append(folder.add)
@@ -513,7 +517,7 @@ def test_a_run_in_windows_is_sought_where_a_checkpoint_is(tmp_path):
     async def main():
         settings = {"weight_sync_interval": 2, "rows": 18}
         loop = make_loop(reward=LENGTH, keep=ALL, **settings)
-        folder = recorded(loop, tmp_path)
+        folder = record_to_folder(loop, tmp_path)
         loop.at_boundary.append(lambda: save_checkpoint(loop, folder))
         records = await loop.run(progress=False)
         other = make_loop(reward=LENGTH, keep=ALL, **settings)
@@ -589,7 +593,7 @@ def test_what_cannot_be_computed_again_is_reported(tmp_path):
             return float(len(text))
 
         loop = make_loop(reward=better, make_loss=doubled)
-        folder = recorded(loop, tmp_path)
+        folder = record_to_folder(loop, tmp_path)
         await loop.run(2, progress=False)
 
         def notes(result):
@@ -619,7 +623,7 @@ def test_windows_are_replayed_as_far_as_they_can_be(tmp_path):
     async def main():
         settings = {"weight_sync_interval": 2, "rows": 18}
         loop = make_loop(reward=LENGTH, keep=ALL, **settings)
-        folder = recorded(loop, tmp_path)
+        folder = record_to_folder(loop, tmp_path)
         await loop.run(progress=False)
         for step in (1, 2, 3, 6):
             result = await replay(folder, step, make_loop(reward=LENGTH, keep=ALL, **settings))
@@ -632,7 +636,7 @@ def test_windows_are_replayed_as_far_as_they_can_be(tmp_path):
 def test_a_loss_that_was_passed_by_hand_is_replayed_and_reported(tmp_path):
     async def main():
         loop = make_loop(reward=LENGTH)
-        folder = recorded(loop, tmp_path)
+        folder = record_to_folder(loop, tmp_path)
         await up_to(loop, "reference")
         loop.loss(kl_beta=0.5)
         await loop.step()
@@ -650,7 +654,7 @@ def test_replay_works_on_a_backend_without_snapshots_from_the_beginning(runs):
     result = runs[0]
 
     async def main():
-        assert (await replay(result.folder, 3, bare(result.fresh()))).same
+        assert (await replay(result.folder, 3, backend_without_states(result.fresh()))).same
 
     run(main())
 

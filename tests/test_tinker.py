@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.responses import RedirectResponse
 from starlette.routing import Route
 from tiny_models import byte_tokenizer, tiny_model
-from tinker_run import PROMPT, reinforce, trained
+from tinker_run import PROMPT, reinforce, train_on_fixed
 from toy_service import TOY, Dropped, Service
 
 from rl_notebook.backends.local.trainer import open_local
@@ -82,7 +82,7 @@ FAULTS = st.dictionaries(
 )
 
 
-async def played(operations, faults=(), **options):
+async def run_script(operations, faults=(), **options):
     "Weights, logprobs, versions and metrics at the end of a script."
     service = Service(faults)
     paths = []
@@ -123,8 +123,8 @@ async def played(operations, faults=(), **options):
 @given(SCRIPTS, FAULTS)
 def test_faults_at_any_request_leave_the_same_weights(operations, faults):
     without = [("discard",) if name == "refused" else (name, *what) for name, *what in operations]
-    table, scores, versions, metrics, _ = run(played(without))
-    table_, scores_, versions_, metrics_, _ = run(played(operations, faults))
+    table, scores, versions, metrics, _ = run(run_script(without))
+    table_, scores_, versions_, metrics_, _ = run(run_script(operations, faults))
     assert np.array_equal(table, table_)
     assert np.array_equal(scores, scores_, equal_nan=True)
     assert versions == versions_
@@ -134,8 +134,10 @@ def test_faults_at_any_request_leave_the_same_weights(operations, faults):
 @settings(max_examples=25)
 @given(SCRIPTS, st.integers(1, 3), st.sets(st.integers(0, 40)))
 def test_a_journal_that_shortens_itself_changes_nothing(operations, length, faults):
-    table, *_ = run(played(operations))
-    table_, *_, t = run(played(operations, dict.fromkeys(faults, "after"), journal_steps=length))
+    table, *_ = run(run_script(operations))
+    table_, *_, t = run(
+        run_script(operations, dict.fromkeys(faults, "after"), journal_steps=length)
+    )
     assert np.array_equal(table, table_)
     assert len(t.journal.updates) < length
 
@@ -381,7 +383,7 @@ def service(model, tmp_path_factory):
         yield running
 
 
-def opened(service, **options):
+def open_toy_backend(service, **options):
     quick = {
         "probing": False,
         "conformance": "off",
@@ -412,7 +414,7 @@ def datums_of(completions) -> list[Datum]:
 
 def test_probes_and_conformance_of_a_right_service(service):
     async def test():
-        async with await opened(
+        async with await open_toy_backend(
             service, probing=True, conformance="raise", reference=True
         ) as backend:
             assert not backend.checks.failed
@@ -452,7 +454,7 @@ def test_a_service_that_loads_only_into_fresh_models_gets_one(model, monkeypatch
         monkeypatch.setitem(its.POSTS, name, noting(name, its.POSTS[name]))
 
     async def test(running):
-        async with await opened(running) as backend:
+        async with await open_toy_backend(running) as backend:
             before = await backend.policy.forward(DATUMS)
             state = await backend.policy.save_state("here")
             await backend.policy.forward_backward_custom(DATUMS, reinforce)
@@ -475,7 +477,7 @@ def test_no_heartbeat_outlives_its_backend(model):
     from rl_notebook.emulator.service import start_emulator
 
     async def test(running):
-        backend = await opened(running, reference=True)
+        backend = await open_toy_backend(running, reference=True)
         completions = await backend.sampler.sample(PROMPT, SampleParams(n=1, max_tokens=2))
         await backend.reference.forward(datums_of(completions))
         services = [session.service for session in backend.close.args[3]]
@@ -499,10 +501,12 @@ def test_a_service_that_averages_trains_the_same(model, monkeypatch):
     from rl_notebook.emulator.service import start_emulator
 
     async def test(running):
-        async with await opened(running, conformance="raise") as backend:
+        async with await open_toy_backend(running, conformance="raise") as backend:
             assert backend.policy.encoding == ENCODINGS[2]
             async with open_local(tiny_model(), byte_tokenizer(), lora_rank=4) as local:
-                pairs = zip(await trained(backend, 2), await trained(local, 2), strict=True)
+                pairs = zip(
+                    await train_on_fixed(backend, 2), await train_on_fixed(local, 2), strict=True
+                )
                 assert max(np.nanmax(np.abs(a - b)) for a, b in pairs) < 1e-4
 
     TINKER["averaged"].plant(monkeypatch)
@@ -605,7 +609,7 @@ def test_a_length_that_the_service_does_not_take_is_rejected_before_anything_is_
     mark = len(service.emulator.log)
 
     async def opens():
-        async with await opened(service):
+        async with await open_toy_backend(service):
             assert "create_model" in asked()
 
     run(opens())
@@ -647,7 +651,7 @@ def test_the_loop_with_a_loss_of_the_service(service):
     async def stepped(path: str):
         quick = {"backend": "tinker", "lora_rank": 4, "kl_beta": 0.0, "learning_rate": 1e-3}
         cfg = Config(loss_path=path, sync_audit=False, **sizes, **quick)
-        async with await opened(service) as backend:
+        async with await open_toy_backend(service) as backend:
             loop = GRPOLoop(
                 backend,
                 [{"prompt": text} for text in ("Hello", "World", "again", "and on")],
@@ -705,7 +709,7 @@ def test_a_warm_up_is_computed_by_the_service(service):
             return records, await backend.policy.forward(records[1].datums)
 
     async def there():
-        return await warmed(await opened(service), "tinker")
+        return await warmed(await open_toy_backend(service), "tinker")
 
     begun = len(service.emulator.log)
     theirs, undone = run(there())
@@ -729,7 +733,7 @@ def test_what_a_service_cannot_compute_is_rejected_when_the_loop_opens(service):
     cfg = Config(backend="tinker", lora_rank=4, kl_beta=0.0, loss_path="builtin")
 
     async def test():
-        async with await opened(service) as backend:
+        async with await open_toy_backend(service) as backend:
             with pytest.raises(ConfigError, match="make_loss: got a loss of yours; expected none"):
                 GRPOLoop(
                     backend,
@@ -763,7 +767,7 @@ def test_spans_are_taken_and_a_closed_loss_names_an_open_one(service):
     ]
 
     async def test():
-        async with await opened(service) as backend:
+        async with await open_toy_backend(service) as backend:
             client = backend.policy.link.client  # type: ignore[attr-defined]
 
             def sent(d, loss):

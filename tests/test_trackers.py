@@ -40,7 +40,7 @@ TABLE = {
 }
 
 
-def cleaned(rows):
+def clean_rows(rows):
     "Rows of `TABLE` as they come back: text without its key, None for NaN."
     for row, i in zip(rows, range(2), strict=True):
         for name, values in TABLE.items():
@@ -60,7 +60,7 @@ def run(tracker, steps=STEPS):
     m.finish_trackers([tracker])
 
 
-def everything(folder: Path) -> bytes:
+def all_bytes(folder: Path) -> bytes:
     return b"\n".join(p.read_bytes() for p in Path(folder).rglob("*") if p.is_file())
 
 
@@ -144,7 +144,7 @@ def test_wandb_offline(wandb_offline, monkeypatch):
         if r.HasField("metric")
     }
     assert axes.get("*", axes.get("reward")) == "step"
-    assert SECRET.encode() not in everything(wandb_offline)
+    assert SECRET.encode() not in all_bytes(wandb_offline)
 
 
 def wandb_tables(folder: Path):
@@ -173,8 +173,8 @@ def test_wandb_has_completions_as_a_table(wandb_offline, monkeypatch):
     run(tracker, [(1, {"reward": 0.5, "completions": pd.DataFrame(TABLE)}), (2, {"reward": 0.5})])
     (rows,) = wandb_tables(wandb_offline)["completions"].values()
     assert [*rows[0]] == [*TABLE]
-    assert cleaned(rows)
-    assert SECRET.encode() not in everything(wandb_offline)
+    assert clean_rows(rows)
+    assert SECRET.encode() not in all_bytes(wandb_offline)
 
 
 def test_wandb_continues_the_same_run(wandb_offline):
@@ -256,10 +256,10 @@ def test_trackio_local(tmp_path):
     assert (config["learning_rate"], config["where"]) == (5e-5, "https://***@example.org")
     assert separate
     assert tables[0]["completions"]["_type"] == "trackio.table"
-    assert cleaned(tables[0]["completions"]["_value"])
+    assert clean_rows(tables[0]["completions"]["_value"])
     assert not threads
     assert not [name for name in modules if name.split(".")[0] in ("gradio", "torch")]
-    assert SECRET.encode() not in everything(tmp_path / "trackio")
+    assert SECRET.encode() not in all_bytes(tmp_path / "trackio")
 
 
 # ---- TensorBoard

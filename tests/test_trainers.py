@@ -40,7 +40,7 @@ STEP_OPTIONS: dict[str, dict[str, Any]] = {  # what a step may have been trained
 }
 
 
-def frozen(
+def frozen_step(
     number: int, options: dict[str, Any], drop: bool = False, scale: str = "std"
 ) -> FrozenBatch:
     "A recorded batch as a step of ours; `drop`: without the groups that have no signal."
@@ -70,8 +70,8 @@ def difference(
 ) -> float:
     "The largest difference in loss or dL/dlogprob, relative to the largest value."
     name = case["trainer"]
-    batch = frozen(number, options, drop)
-    whole = frozen(number, options)
+    batch = frozen_step(number, options, drop)
+    whole = frozen_step(number, options)
     result = compare_trainers(batch, {name: case["settings"]})
     if "covariances with groups that were dropped before training" in result.not_compared[name]:
         return 0.0
@@ -114,7 +114,7 @@ def test_a_preset_is_the_loss_of_its_trainer(trainer: str) -> None:
 def test_an_advantage_is_that_of_its_trainer(scale: str) -> None:
     "Of verl (`whiten` is its REINFORCE++ with a baseline) and SkyRL; here what has no signal stays 0 if whitened."
     for number, theirs in enumerate(GOLDEN["advantages"]):
-        groups = frozen(number, {}, scale=scale).groups
+        groups = frozen_step(number, {}, scale=scale).groups
         for g, expected in zip(groups, np.array_split(theirs[scale], len(groups)), strict=True):
             np.testing.assert_allclose(
                 g.advantages, expected if np.ptp(g.rewards) else 0.0, rtol=1e-6, atol=1e-9
@@ -158,7 +158,7 @@ def test_the_one_setting_that_differs_is_the_cause(
     term: str, settings: dict[str, Any], theirs: str, recorded: str
 ) -> None:
     "A step that was trained as TRL would have: nothing differs, and then one thing, whose gradient `what_if` confirms."
-    batch = frozen(0, {"policy_loss": "ppo"})
+    batch = frozen_step(0, {"policy_loss": "ppo"})
     same = {"advantage_eps": 1e-8}
     alike = compare_trainers(batch, {"TRL": same})
     assert (len(alike.causes), alike.table.loc["TRL", "note"]) == (0, "the recorded gradient")
@@ -178,13 +178,14 @@ def test_whether_a_step_trained_groups_without_signal_changes_no_trainer_that_le
 ):
     for settings in ({}, {"aggregation": "sequence_mean"}, {"aggregation": "sample_mean"}):
         results = [
-            compare_trainers(frozen(0, {}, drop), {"Fireworks": settings}) for drop in (False, True)
+            compare_trainers(frozen_step(0, {}, drop), {"Fireworks": settings})
+            for drop in (False, True)
         ]
         assert np.isclose(*(one.table["dlogprob_norm"]["Fireworks"] for one in results), rtol=1e-12)
 
 
 def test_what_cannot_be_compared_is_named() -> None:
-    batch = frozen(0, {"policy_loss": "ppo"})
+    batch = frozen_step(0, {"policy_loss": "ppo"})
     blind = replace(
         batch,
         datums=tuple(replace(d, sampler_logprobs=None, ref_logprobs=None) for d in batch.datums),
@@ -205,7 +206,7 @@ def test_what_cannot_be_compared_is_named() -> None:
         for notes in reasons.values()
     )
     comparison = compare_trainers(
-        frozen(0, {"policy_loss": "ppo"}, drop=True), {"SkyRL": {"micro_batch": 3}}
+        frozen_step(0, {"policy_loss": "ppo"}, drop=True), {"SkyRL": {"micro_batch": 3}}
     )
     assert {"KL of groups that were dropped before training"} < set(
         comparison.not_compared["SkyRL"]

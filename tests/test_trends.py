@@ -32,7 +32,7 @@ SETTINGS = {
 }
 
 
-def recorded(steps, seed, rows=32, folder=None, **kwargs):
+def record_run(steps, seed, rows=32, folder=None, **kwargs):
     "Records of a real run; what is given as a pair has its second value from step BROKEN on."
     before = {
         name: value[0] if isinstance(value, tuple) else value for name, value in kwargs.items()
@@ -74,7 +74,7 @@ def marker(text):
     return float("####" in text)
 
 
-def edited(seed):
+def reward_without_answers(seed):
     "A reward for which the first two of 16 rows have lost their answers."
     lost = {row["question"] for row in toy_rows(16, seed=seed)[:2]}
 
@@ -107,8 +107,8 @@ SITUATIONS = {  # name: the text, the step at which it begins, the run
 def test_what_goes_wrong_is_named_within_ten_steps(name, broken):
     what, began, settings = SITUATIONS[name]
     if name == "rows":
-        settings = settings | {"reward": (toy_reward, edited(SEED))}
-    records = broken[0] if name == "parser" else recorded(began + 10, SEED, **settings)
+        settings = settings | {"reward": (toy_reward, reward_without_answers(SEED))}
+    records = broken[0] if name == "parser" else record_run(began + 10, SEED, **settings)
     results = [t for t in watch_run(records) if t.name == what]
     assert results, f"{what}: not among {[t.name for t in watch_run(records)]}"
     assert abs(results[0].step - began) <= 4
@@ -121,14 +121,14 @@ def test_what_goes_wrong_is_named_within_ten_steps(name, broken):
     assert results[0].samples
 
 
-def healthy(seed):
+def healthy_run(seed):
     "A run that learns and still has signal at its end: every other one makes two updates a step."
-    return recorded(30, seed, learning_rate=2e-5, ppo_n_minibatches=1 + seed % 2)
+    return record_run(30, seed, learning_rate=2e-5, ppo_n_minibatches=1 + seed % 2)
 
 
 @pytest.mark.slow
 def test_at_most_one_healthy_run_in_fifty_gives_an_alarm():
-    alarms = {seed: [t.name for t in watch_run(healthy(seed))] for seed in range(100, 150)}
+    alarms = {seed: [t.name for t in watch_run(healthy_run(seed))] for seed in range(100, 150)}
     kinds = Counter(what for whats in alarms.values() for what in whats)
     print(
         f"false alarms in {sum(map(bool, alarms.values()))} of {len(alarms)} healthy runs: {dict(kinds)}"
@@ -140,7 +140,7 @@ def test_at_most_one_healthy_run_in_fifty_gives_an_alarm():
 def broken(tmp_path_factory):
     "A run whose parser breaks, in memory and on disk."
     folder = tmp_path_factory.mktemp("runs") / "broken"
-    return recorded(BROKEN + 10, SEED, folder=folder, **SITUATIONS["parser"][2]), folder
+    return record_run(BROKEN + 10, SEED, folder=folder, **SITUATIONS["parser"][2]), folder
 
 
 def test_a_run_on_disk_says_the_same(broken):

@@ -27,7 +27,7 @@ SEEDS = 2
 LENGTHS = {"max_completion_length": 256}
 
 
-def trls(function: str, first: str, last: str) -> Any:
+def compiled_lines(function: str, first: str, last: str) -> Any:
     "Lines of a method of TRL's trainer, from one that begins so up to one that contains so, compiled."
     lines = inspect.getsource(getattr(GRPOTrainer, function)).splitlines()
     start = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
@@ -35,12 +35,12 @@ def trls(function: str, first: str, last: str) -> Any:
     return compile(textwrap.dedent("\n".join(lines[start:end])), f"trl:{function}", "exec")
 
 
-WEIGHTS = trls(
+WEIGHTS = compiled_lines(
     "_generate_and_score_completions",
     "per_token_logps_diff =",
     "log probabilities for the reference model",
 )
-ADVANTAGES = trls(
+ADVANTAGES = compiled_lines(
     "_generate_and_score_completions", "unscorable_mask =", "# Unscorable completions"
 )
 
@@ -74,7 +74,7 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {**series, "mask": mask, "advantages": advantages}
 
 
-def theirs(
+def trl_loss(
     words: dict[str, Any], b: dict[str, torch.Tensor]
 ) -> tuple[float, np.ndarray, np.ndarray]:
     "TRL's loss, dL/dlogprob and dL/dentropy."
@@ -132,7 +132,9 @@ def theirs(
     )
 
 
-def ours(words: dict[str, Any], b: dict[str, torch.Tensor]) -> tuple[float, np.ndarray, np.ndarray]:
+def our_loss(
+    words: dict[str, Any], b: dict[str, torch.Tensor]
+) -> tuple[float, np.ndarray, np.ndarray]:
     "Our loss of a config in the same words."
     options = LossOptions(**Config(**LENGTHS, **words).loss_options())
     corrected = options.tis != "off"
@@ -184,15 +186,15 @@ CASES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def named(words: dict[str, Any]) -> str:
+def test_id(words: dict[str, Any]) -> str:
     return " ".join(f"{k.removeprefix('vllm_importance_sampling_')}={v}" for k, v in words.items())
 
 
-@pytest.mark.parametrize("words", CASES, ids=named)
+@pytest.mark.parametrize("words", CASES, ids=test_id)
 def test_loss_and_gradient_are_those_of_trl(words: dict[str, Any]) -> None:
     for seed in range(SEEDS):
         b = batch(seed)
-        for mine, trl in zip(ours(words, b), theirs(words, b), strict=True):
+        for mine, trl in zip(our_loss(words, b), trl_loss(words, b), strict=True):
             np.testing.assert_allclose(mine, trl, rtol=1e-9, atol=1e-9)
 
 

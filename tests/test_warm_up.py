@@ -114,7 +114,7 @@ def test_its_steps_are_steps_of_the_run(settings, tmp_path):
     asyncio.run(main())
 
 
-def other():
+def moved_model():
     "The shipped model, moved a little."
     model, tokenizer = load_model("tiny")
     torch.manual_seed(1)
@@ -130,7 +130,7 @@ def test_the_advantage_is_teacher_minus_sampler(settings, tmp_path):
     def taught():
         pupil, teacher = (
             open_local(*model_and_tokenizer, reference=False)
-            for model_and_tokenizer in (load_model("tiny"), other())
+            for model_and_tokenizer in (load_model("tiny"), moved_model())
         )
         cfg = Config(**SMALL_RUN | {"kl_beta": 0.0, "teacher_coeff": 0.7} | settings)
         return GRPOLoop(with_teacher(pupil, teacher), toy_rows(24, seed=3), toy_reward, cfg)
@@ -143,7 +143,7 @@ def test_the_advantage_is_teacher_minus_sampler(settings, tmp_path):
         record = await loop.step()
         # those with equal rewards, too
         assert {d.group for d in record.datums} == {g.index for g in record.groups}
-        model = other()[0]
+        model = moved_model()[0]
         count = sum(d.num_loss_tokens for d in record.datums)
         for d, gradients in zip(record.datums, record.loss.dlogprobs, strict=True):
             logits = model(torch.tensor(d.input_tokens.copy())[None]).logits[0]

@@ -85,7 +85,7 @@ def trainer(
         )
 
 
-def recorded(folder: Path, **settings: Any) -> tuple[Any, list[rln.StepRecord]]:
+def record_training(folder: Path, **settings: Any) -> tuple[Any, list[rln.StepRecord]]:
     t = trainer(folder, **settings)
     watched = rln.watch(t, folder / "run")
     t.train()
@@ -144,7 +144,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @functools.cache
     def run(name: str) -> tuple[Any, list[rln.StepRecord], Path]:
         folder = tmp_path_factory.mktemp("shared")
-        return *recorded(folder, **SHARED[name]), folder
+        return *record_training(folder, **SHARED[name]), folder
 
     return run
 
@@ -158,7 +158,7 @@ def weights(t: Any) -> str:
 def test_training_is_the_same_to_the_last_bit(tmp_path: Path):
     plain = trainer(tmp_path, gradient_accumulation_steps=2)
     plain.train()
-    assert weights(recorded(tmp_path, gradient_accumulation_steps=2)[0]) == weights(plain)
+    assert weights(record_training(tmp_path, gradient_accumulation_steps=2)[0]) == weights(plain)
 
 
 FAULTS = {  # name in SHARED: the check that fails in step 1, and its words
@@ -294,7 +294,7 @@ def test_the_loss_is_known_here_or_what_is_not_is_named(
     more |= {"gradient_accumulation_steps": accumulated}
     if kind == "luspo" and accumulated == 1:
         more |= {"top_entropy_quantile": 0.5}
-    t, records = recorded(tmp_path, **more)
+    t, records = record_training(tmp_path, **more)
     logged = [row["loss"] for row in t.state.log_history if "loss" in row]
     for record, loss in zip(records, logged, strict=True):
         assert record.loss is not None
@@ -306,7 +306,7 @@ def test_the_loss_is_known_here_or_what_is_not_is_named(
 
 
 def test_numbers_are_those_that_trl_logs(tmp_path: Path):
-    t, records = recorded(tmp_path, beta=0.04, gradient_accumulation_steps=2)
+    t, records = record_training(tmp_path, beta=0.04, gradient_accumulation_steps=2)
     logs = [row for row in t.state.log_history if "reward" in row]
     same = [
         "rewards/right/mean",
@@ -353,7 +353,7 @@ def test_what_a_function_does_not_say_and_what_is_cut_off(tmp_path: Path):
         return [None] * len(completions)
 
     never.__name__ = "never"
-    _, records = recorded(
+    _, records = record_training(
         tmp_path, rewards=(short, never), max_completion_length=8, mask_truncated_completions=True
     )
     samples = [s for r in records for g in r.groups for s in g.samples]
@@ -384,7 +384,7 @@ def test_a_custom_rollout_brings_sampler_logprobs_and_turns(tmp_path: Path):
             "env_mask": [mask] * len(ids),
         }
 
-    _, records = recorded(
+    _, records = record_training(
         tmp_path, rollout_func=rollout, max_steps=1, rewards=(lambda completions, **_: [*range(8)],)
     )
     (sample, *_) = records[0].groups[0].samples
@@ -438,7 +438,7 @@ def test_a_reply_of_a_tool_is_masked_as_trl_masks_it(tmp_path: Path):
         "max_completion_length": 160,
         "max_steps": 1,
     }
-    t, (record,) = recorded(tmp_path, cls=CallsTools, **more)
+    t, (record,) = record_training(tmp_path, cls=CallsTools, **more)
     rows = zip(
         *(t.scored[name] for name in ("completion_ids", "tool_mask", "completion_mask")),
         strict=True,
@@ -537,7 +537,7 @@ def agrees_with_its_options(record: rln.StepRecord) -> None:
 def test_evaluation_is_not_training(tmp_path: Path):
     cut = {"top_k": 20, "temperature": 0.5}  # in addition to TRL's fields
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
-    _, records = recorded(tmp_path, **options, generation_kwargs=cut)
+    _, records = record_training(tmp_path, **options, generation_kwargs=cut)
     assert {(s.processed, s.temperature) for r in records for g in r.groups for s in g.samples} == {
         (True, 0.5)
     }
@@ -557,7 +557,7 @@ def test_a_custom_loss_an_adapter_and_half_precision(tmp_path: Path):
     from peft import LoraConfig
 
     adapter = LoraConfig(r=4, target_modules="all-linear")
-    _, records = recorded(
+    _, records = record_training(
         tmp_path, cls=CustomTrainer, peft=adapter, bf16=True, beta=0.04, max_steps=2
     )
     for record in records:

@@ -62,7 +62,7 @@ def open_loop(make_loss=None, **settings) -> GRPOLoop:
     return GRPOLoop(backend, load_rows(toy_rows(24, seed=3)), REWARDS, cfg, make_loss=make_loss)
 
 
-def trained(steps: int = 2, make_loss=None, **settings) -> StepRecord:
+def trained_record(steps: int = 2, make_loss=None, **settings) -> StepRecord:
     "The last record of a few really trained steps."
 
     async def run():
@@ -74,10 +74,10 @@ def trained(steps: int = 2, make_loss=None, **settings) -> StepRecord:
 
 @pytest.fixture(scope="module")
 def record() -> StepRecord:
-    return trained()
+    return trained_record()
 
 
-def made_up(
+def synthetic_batch_record(
     seed: int = 0, samples: int = 6, length: int = 9
 ) -> tuple[StepRecord, dict[str, np.ndarray]]:
     "A record with every series set apart from the others, and the same numbers end to end."
@@ -119,7 +119,7 @@ def made_up(
 
 
 def test_ppo_with_kl_and_correction_is_the_formula():
-    record, x = made_up()
+    record, x = synthetic_batch_record()
     settings = {
         "policy_loss": "ppo",
         "eps_clip": 0.2,
@@ -214,14 +214,14 @@ TRAINED = {
 
 
 @functools.cache
-def trained_like(name: str) -> StepRecord:
+def cached_trained_record(name: str) -> StepRecord:
     "The record of a trained step, made once."
-    return trained(**TRAINED[name])
+    return trained_record(**TRAINED[name])
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_recorded_loss_and_gradient_come_out_again(name):
-    record = trained_like(name)
+    record = cached_trained_record(name)
     result = what_if(record, {})
     output = result.outputs[RECORDED]
     assert output.loss == pytest.approx(record.loss.loss, rel=1e-4, abs=1e-6)
@@ -243,7 +243,7 @@ def test_a_custom_loss_is_compared_by_its_recorded_gradient():
     def mine(datums, denominator):
         return make_loss_fn(datums, policy_loss="grpo", aggregation="sum")
 
-    record = trained(1, make_loss=mine, kl_beta=0.0)
+    record = trained_record(1, make_loss=mine, kl_beta=0.0)
     result = what_if(record, {"sum": {"aggregation": "sum"}, "mean": {}})
     assert result.table.note["sum"] == "same gradient as recorded"
     assert result.table.cosine["mean"] == pytest.approx(1, abs=1e-6)
@@ -260,7 +260,7 @@ def length_reward(text: str) -> float:
 
 @pytest.mark.parametrize("settings", [{}, {"advantage_scale": "none"}])
 def test_another_reward_is_compared_by_the_steps_own_rule(settings):
-    record = trained(1, **settings)
+    record = trained_record(1, **settings)
     lab = reward_lab(record, length_reward)
     for g in record.groups:
         r = np.array([-float(len(s.text)) for s in g.samples])
@@ -424,7 +424,7 @@ def random_datums(seed: int, count: int = 5) -> tuple[list[Datum], list[np.ndarr
     return datums, dlogprobs
 
 
-def everything(state) -> dict[str, torch.Tensor]:
+def trainer_state(state) -> dict[str, torch.Tensor]:
     "A copy of all that a trainer holds: weights, masters, moments, accumulated gradients and their counts."
     held = {f"weight/{n}": p for n, p in state.params.items()} | {
         f"master/{n}": m for n, m in state.masters.items()
@@ -438,14 +438,14 @@ def everything(state) -> dict[str, torch.Tensor]:
 
 async def look_at_gradients(policy, start: str, datums, dlogprobs) -> None:
     "Everything that must leave no trace, mistakes included; raises if it leaves one."
-    before = everything(policy.state)
+    before = trainer_state(policy.state)
     graph = policy.state.graph
     await policy.sample_gradients(datums, dlogprobs)
     await policy.sample_gradients(datums, dlogprobs, start)
     for at in (None, start):
         with pytest.raises(LossError):
             await policy.sample_gradients(datums, dlogprobs[1:], at)
-    after = everything(policy.state)
+    after = trainer_state(policy.state)
     assert before.keys() == after.keys()
     assert any(n.startswith("grad/") for n in before)
     assert all(torch.equal(before[n], after[n]) for n in before)
@@ -479,7 +479,7 @@ def test_looking_at_gradients_leaves_no_trace(kind):
             await policy.sample_gradients(others, pushes, start)
         await policy.backward(short, dlogprobs[:2])
         await policy.optim_step(AdamParams(learning_rate=1e-3))
-        return everything(policy.state)
+        return trainer_state(policy.state)
 
     observed = asyncio.run(steps(True))
     unseen = asyncio.run(steps(False))

@@ -15,7 +15,7 @@ def record() -> StepRecord:
     return synthetic_record(20, seed=5)
 
 
-def shifted(record: StepRecord) -> list[np.ndarray]:
+def moved_logprobs(record: StepRecord) -> list[np.ndarray]:
     "Logprobs of a policy that has moved."
     rng = np.random.default_rng(0)
     return [lp.values + rng.normal(0, 0.3, len(lp.values)) for lp in record.loss.logprobs]
@@ -29,7 +29,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_what_is_shown_is_what_if(record, settings):
-    later = shifted(record)
+    later = moved_logprobs(record)
     panel = WhatIfPanel(record, later)
     panel.where.value = "after it moved"
     for name, value in settings.items():

@@ -55,7 +55,9 @@ def steps(
     return asyncio.run(loop.run(n, progress=False))
 
 
-def failed(record: StepRecord, previous: StepRecord | None = None, **known: Any) -> list[str]:
+def failed_checks(
+    record: StepRecord, previous: StepRecord | None = None, **known: Any
+) -> list[str]:
     "Names of the checks that do not hold."
     return [c.name for c in invariants(record, previous, **known) if c.ok is False]
 
@@ -109,7 +111,7 @@ def test_later_steps_of_a_window_know_that_the_policy_moved():
     message = r"the policy has moved since sampling, by 0\.\d+ nats per token on average, and the loss does not correct for it"
     assert re.search(rf"^✗ correction: {message}", text)
     assert "Not synced: the sampler keeps version 0" in text
-    assert failed(second, first, weight_sync_interval=2) == ["correction"]
+    assert failed_checks(second, first, weight_sync_interval=2) == ["correction"]
     assert "whether the weights are the same needs the record of the step before" in str(
         invariants(second)
     )
@@ -118,7 +120,7 @@ def test_later_steps_of_a_window_know_that_the_policy_moved():
 def test_a_correction_in_a_window_is_credited():
     first, second = steps(2, weight_sync_interval=2, tis_enabled=True, kl_beta=0.0)
     assert ", and the loss corrects for it." in sentence(second, first)
-    assert failed(second, first, weight_sync_interval=2) == []
+    assert failed_checks(second, first, weight_sync_interval=2) == []
 
 
 # --- every claim, against its own computation -----------------------------------------------------------------------
@@ -146,13 +148,13 @@ def with_moved_policy(fresh: StepRecord, **options: Any) -> StepRecord:
     return replace(fresh, groups=fresh.groups[:2], **changed)
 
 
-def value(record: StepRecord, **changes: Any) -> float:
+def loss_value_under(record: StepRecord, **changes: Any) -> float:
     "The loss of a record under changed options."
     fn = make_loss_fn(record.datums, **dict(record.options) | changes)
     return float(fn(record.datums, [torch.tensor(lp.values) for lp in record.loss.logprobs])[0])
 
 
-def deny(record: StepRecord, text: str) -> list[str]:
+def false_claims(record: StepRecord, text: str) -> list[str]:
     "Claims of a sentence that are not true of its record."
     o = LossOptions(**record.options)
     wrong = []
@@ -180,7 +182,7 @@ def deny(record: StepRecord, text: str) -> list[str]:
     def close(stated, real):
         return math.isclose(float(stated), real, rel_tol=0.06, abs_tol=6e-4)
 
-    without_kl = value(record, kl_beta=0.0)
+    without_kl = loss_value_under(record, kl_beta=0.0)
     claim(r"\bLoss is (-?[\d.e+-]+\d)", lambda x: close(x, record.loss.loss))
     claim(
         r"\bLoss is 0\.000",
@@ -252,7 +254,7 @@ def test_no_sentence_claims_what_is_not_so(fresh: StepRecord):
         record = with_moved_policy(fresh, **options)
         # whose update no sync has published
         text = sentence(record, replace(fresh, policy_version=0))
-        if wrong := deny(record, text):
+        if wrong := false_claims(record, text):
             lies[str(options)] = (wrong, text)
     assert not lies, f"{len(lies)} of {len(combinations())}: {next(iter(lies.items()))}"
 
@@ -272,7 +274,7 @@ def test_no_sentence_claims_what_is_not_so(fresh: StepRecord):
 def test_a_clean_run_raises_no_alarm(settings: dict[str, Any]):
     records = steps(2, **settings)
     result = {
-        r.step: failed(r, p, weight_sync_interval=1)
+        r.step: failed_checks(r, p, weight_sync_interval=1)
         for r, p in zip(records, [None, *records], strict=False)
     }
     dead_or_narrow = {"signal", "variety"}  # true of some of these steps
@@ -344,7 +346,7 @@ def test_the_first_bad_tensor_is_named(fresh: StepRecord, name: str):
     assert first_not_finite(fresh) == ""
     record = corrupt(fresh)
     assert re.match(text, first_not_finite(record)), first_not_finite(record)
-    assert "finite" in failed(record)
+    assert "finite" in failed_checks(record)
     sentence(record)  # says something, whatever is not finite
 
 
@@ -387,9 +389,9 @@ FAULTS: dict[
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_fails_its_check(fresh: StepRecord, fault: str):
     corrupt, name = FAULTS[fault]
-    assert name not in failed(fresh, weight_sync_interval=1)
+    assert name not in failed_checks(fresh, weight_sync_interval=1)
     record = corrupt(fresh)
-    assert name in failed(record, weight_sync_interval=1)
+    assert name in failed_checks(record, weight_sync_interval=1)
     check = next(c for c in invariants(record, weight_sync_interval=1) if c.name == name)
     assert check.fix
     assert check.text
@@ -402,9 +404,9 @@ def test_coarse_numbers_are_no_fault_and_hide_none(fresh: StepRecord):
     backend = tiny(dtype="bfloat16")
     loop = GRPOLoop(backend, toy_rows(40), toy_reward, Config(**SMALL_RUN))
     (record,) = asyncio.run(loop.run(1, progress=False))
-    assert "on-policy" not in failed(record)
+    assert "on-policy" not in failed_checks(record)
     cooled = [replace(d, sampler_logprobs=d.sampler_logprobs / 0.7) for d in record.datums]
-    assert "on-policy" in failed(replace(record, datums=cooled))
+    assert "on-policy" in failed_checks(replace(record, datums=cooled))
 
 
 # --- pre-flight -----------------------------------------------------------------------------------------------------
@@ -428,7 +430,7 @@ def test_preflight_changes_nothing():
     assert run(True) == run(False)
 
 
-def look(
+def small_preflight(
     reward: Any = toy_reward, backend: Backend | None = None, rows: Any = None, **settings: Any
 ) -> Any:
     "A small pre-flight."
@@ -443,7 +445,7 @@ def look(
     return asyncio.run(looked)
 
 
-def named(flight: Any, name: str) -> Finding:
+def check_named(flight: Any, name: str) -> Finding:
     return next(c for c in flight.checks if c.name == name)
 
 
@@ -460,9 +462,9 @@ def test_preflight_with_a_rollout_function():
             reward=tokens[0] % 2,
         )
 
-    flight = look(rollout)
-    assert "2 of 16 completions were lost" in named(flight, "lost").text
-    assert named(flight, "sampler").ok is False  # the logprobs are made up
+    flight = small_preflight(rollout)
+    assert "2 of 16 completions were lost" in check_named(flight, "lost").text
+    assert check_named(flight, "sampler").ok is False  # the logprobs are made up
 
 
 def test_preflight_knows_stale_weights():
@@ -478,7 +480,7 @@ def test_preflight_knows_stale_weights():
         await loop.run(1, progress=False)
 
     asyncio.run(train_without_sync())
-    check = named(look(backend=backend), "sampler")
+    check = check_named(small_preflight(backend=backend), "sampler")
     assert check.ok is False
     assert "Sync first" in check.fix
 
@@ -508,4 +510,4 @@ def test_a_loop_for_a_step_or_a_step_for_a_loop_is_named(argument: str, fresh: S
 )
 def test_a_learning_rate_that_wrecks_a_step_has_its_cross(settings: dict[str, Any]):
     (record,) = steps(1, uneven, **settings)
-    assert "update" in failed(record)
+    assert "update" in failed_checks(record)

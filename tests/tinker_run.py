@@ -16,7 +16,7 @@ def reinforce(datums, logprobs):
     return torch.stack(parts).sum(), {"parts": float(len(parts))}
 
 
-async def trained(backend, steps: int, upset=lambda k: None) -> list[np.ndarray]:
+async def train_on_fixed(backend, steps: int, upset=lambda k: None) -> list[np.ndarray]:
     "Train on fixed datums; returns the logprobs at the end."
     tokens = [[*PROMPT, *np.random.default_rng(i).integers(1, 250, 6)] for i in range(4)]
     datums = [

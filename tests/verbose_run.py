@@ -66,7 +66,7 @@ async def fails(name: str, work: Any) -> None:
     raise AssertionError(f"{name}: no error")
 
 
-async def opened(backend: str, running: RunningEmulator, cfg: Any, **more: Any) -> Any:
+async def open_with_key(backend: str, running: RunningEmulator, cfg: Any, **more: Any) -> Any:
     "The backend, with the key from the environment unless another is given."
     quick = {"base_url": running.url, "pause_s": 0.05, "attempts": 1, "say": print, **more}
     if backend == "fireworks":
@@ -79,11 +79,11 @@ async def opened(backend: str, running: RunningEmulator, cfg: Any, **more: Any) 
     return await open_tinker(**names, conformance="off", probing=False, **quick)
 
 
-async def go(backend: str, folder: Path, running: RunningEmulator) -> None:
+async def train_and_provoke(backend: str, folder: Path, running: RunningEmulator) -> None:
     "Train, show everything, provoke everything."
     cfg = config(backend, 2, folder / "run", report_to=("tensorboard",), dcp_save_interval=1)
-    await fails("a wrong key", opened(backend, running, cfg, key=WRONG))
-    back = await opened(backend, running, cfg)
+    await fails("a wrong key", open_with_key(backend, running, cfg, key=WRONG))
+    back = await open_with_key(backend, running, cfg)
     records: list[Any] = []
     result = await train(
         cfg, problem=problem(), backend=back, on_record=[records.append], progress=False
@@ -131,7 +131,7 @@ def main(backend: str, folder: Path) -> None:
         logging.getLogger(name).setLevel(logging.DEBUG)
     logging.captureWarnings(True)
     warnings.simplefilter("always")
-    asyncio.run(go(backend, folder, start_emulator(folder=folder / "emulator")))
+    asyncio.run(train_and_provoke(backend, folder, start_emulator(folder=folder / "emulator")))
     print("the end")
 
 

@@ -30,7 +30,7 @@ PACKAGES = {  # name and version, and the checksum of the archive
 }
 
 
-def fetched(package: str) -> Path:
+def fetch_package(package: str) -> Path:
     "The folder of an npm package, downloaded where it is not there yet; raises OSError where it cannot be had."
     folder = CACHE / package.rpartition("/")[2]
     if folder.exists():
@@ -58,7 +58,7 @@ def fetched(package: str) -> Path:
 
 def write_page(folder: Path, widgets: Sequence[ipywidgets.Widget]) -> None:
     "A page that holds these widgets as they are now, and the scripts that it loads."
-    manager, loader = map(fetched, PACKAGES)
+    manager, loader = map(fetch_package, PACKAGES)
     shutil.copytree(manager / "dist", folder, dirs_exist_ok=True)
     # where its style sheets look for them
     for fonts in ("@jupyter-widgets", "@jupyter-widgets/html-manager/dist"):
@@ -95,7 +95,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
+def serve_folder(folder: Path) -> Iterator[str]:
     "The address of a folder on this machine."
     handler = functools.partial(Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

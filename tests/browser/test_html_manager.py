@@ -19,7 +19,7 @@ def packages() -> None:
     "html-manager and what loads it."
     try:
         for package in html_manager.PACKAGES:
-            html_manager.fetched(package)
+            html_manager.fetch_package(package)
     except OSError as error:
         pytest.skip(f"html-manager is not here and cannot be fetched: {error}")
 
@@ -33,7 +33,7 @@ def page(
     # Playwright keeps an event loop running in this thread
     with ThreadPoolExecutor(1) as elsewhere:
         elsewhere.submit(write_run, folder).result()
-    with html_manager.served(folder) as address:
+    with html_manager.serve_folder(folder) as address:
         page = context.new_page()
         page.set_viewport_size({"width": 1240, "height": 1400})
         page.goto(address)
@@ -96,7 +96,7 @@ def test_tokens_are_inspected_without_a_kernel(
         elsewhere.submit(
             lambda: html_manager.write_page(tmp_path, [inspect_tokens(synthetic_record(3))])
         ).result()
-    with html_manager.served(tmp_path) as address:
+    with html_manager.serve_folder(tmp_path) as address:
         other = context.new_page()
         other.goto(address)
         expect(other.locator(".rlt-token").first).to_be_attached()

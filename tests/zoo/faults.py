@@ -17,8 +17,8 @@ from rl_notebook.core.types import Datum, PromptGroup
 from rl_notebook.core.datums import datums_from_groups
 from rl_notebook.runs.records import StepRecord
 
-from .machines import cast
-from .steps import Run, World, opened
+from .machines import cast_parameters
+from .steps import Run, World, open_run
 
 # as the doctor says it
 NONE = "none of the known causes"
@@ -40,7 +40,7 @@ class Fault:
 
     async def step(self) -> tuple[Run, StepRecord]:
         "A run, and its step with the fault."
-        run = await opened(self.world)
+        run = await open_run(self.world)
         result = self.make(run)
         record = await run.step(**((await result if inspect.isawaitable(result) else result) or {}))
         if self.later:
@@ -48,7 +48,7 @@ class Fault:
         return run, record
 
 
-def put(machine: Any, **fields: Any) -> None:
+def set_fields(machine: Any, **fields: Any) -> None:
     "Turn switches of a machine."
     for name, value in fields.items():
         assert hasattr(machine, name)
@@ -58,17 +58,17 @@ def put(machine: Any, **fields: Any) -> None:
 # --- machines -----------------------------------------------------------------------------------------------------
 
 
-def forced(run: Run, reports: str = "processed", **arguments: Any) -> None:
+def force_sampling(run: Run, reports: str = "processed", **arguments: Any) -> None:
     "The server samples so, whatever is asked."
-    put(run.server, forced=arguments, reports=reports)
+    set_fields(run.server, forced=arguments, reports=reports)
 
 
 def raw_at(run: Run, t: float) -> dict[str, Any]:
     "All agree on a temperature, at which the server samples, and does not report."
     (
-        put(run.trainer, temperature=t),
-        put(run.reference, temperature=t),
-        put(run.server, reports="raw"),
+        set_fields(run.trainer, temperature=t),
+        set_fields(run.reference, temperature=t),
+        set_fields(run.server, reports="raw"),
     )
     return {"temperature": t}
 
@@ -76,7 +76,7 @@ def raw_at(run: Run, t: float) -> dict[str, Any]:
 def through_text(run: Run, change: Callable[[str], str]) -> None:
     "The server is sent text, and renders it in its own way."
     words = run.tokenizer
-    put(
+    set_fields(
         run.server,
         reads=lambda ids: words(change(words.decode(ids)), add_special_tokens=False)["input_ids"],
     )
@@ -98,7 +98,7 @@ async def late(run: Run, updates: int) -> None:
 
 
 async def adapter_left_behind(run: Run, updates: int) -> None:
-    put(run.sync, scale=0.0)
+    set_fields(run.sync, scale=0.0)
     for _ in range(updates):
         await run.update()
 
@@ -131,7 +131,7 @@ def dropped(run: Run, p: float) -> None:
     for module in run.trainer.model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = p
-    put(run.trainer, training=True)
+    set_fields(run.trainer, training=True)
 
 
 def packed(run: Run) -> None:
@@ -146,13 +146,13 @@ def packed(run: Run) -> None:
         ]
         return [s[len(x) :] for s, x in zip(score(longer), fronts, strict=True)]
 
-    put(run.trainer, score=leaking)
+    set_fields(run.trainer, score=leaking)
 
 
 async def other_reference(run: Run) -> None:
     "The reference is a later policy."
     await run.update(1, publish=False)
-    put(run.reference, model=copy.deepcopy(run.reference.model))
+    set_fields(run.reference, model=copy.deepcopy(run.reference.model))
     run.reference.take(run.trainer.states[await run.trainer.save_state("later")])
     await run.update(-1, publish=False)
 
@@ -160,7 +160,7 @@ async def other_reference(run: Run) -> None:
 # --- bookkeeping: from samples to datums, by code that has a bug --------------------------------------------------
 
 
-def retold(
+def with_changed_logprobs(
     groups: Sequence[PromptGroup], change: Callable[[list[np.ndarray]], list[np.ndarray]]
 ) -> list[Datum]:
     "Datums whose logprobs of completions were changed, and cut or filled up with zeros where they do not fit."
@@ -176,16 +176,16 @@ def retold(
 
 
 def off_by_one(groups: Sequence[PromptGroup]) -> list[Datum]:
-    return retold(groups, lambda values: [np.r_[v[1:], 0.0] for v in values])
+    return with_changed_logprobs(groups, lambda values: [np.r_[v[1:], 0.0] for v in values])
 
 
 def first_is_zero(groups: Sequence[PromptGroup]) -> list[Datum]:
-    return retold(groups, lambda values: [np.r_[0.0, v[1:]] for v in values])
+    return with_changed_logprobs(groups, lambda values: [np.r_[0.0, v[1:]] for v in values])
 
 
 def of_next_group(groups: Sequence[PromptGroup]) -> list[Datum]:
     n = len(groups[0].samples)
-    return retold(groups, lambda values: [*values[n:], *values[:n]])
+    return with_changed_logprobs(groups, lambda values: [*values[n:], *values[:n]])
 
 
 def by_arrival(groups: Sequence[PromptGroup]) -> list[Datum]:
@@ -195,12 +195,12 @@ def by_arrival(groups: Sequence[PromptGroup]) -> list[Datum]:
     def order(values):
         return sorted(range(len(values)), key=lambda i: (i // each, len(values[i])))
 
-    return retold(groups, lambda values: [values[i] for i in order(values)])
+    return with_changed_logprobs(groups, lambda values: [values[i] for i in order(values)])
 
 
 def eos_has_no_logprob(groups: Sequence[PromptGroup]) -> list[Datum]:
     ends = [s.finish_reason == "stop" for g in groups for s in g.samples]
-    return retold(
+    return with_changed_logprobs(
         groups,
         lambda values: [
             np.r_[v[:-1], np.nan] if e else v for v, e in zip(values, ends, strict=True)
@@ -222,44 +222,44 @@ TEMPERATURE, CUT, STALE, TEXT, DTYPE = ("temperature",), ("top-p or top-k",), ("
 LORA = World(lora_rank=8, learning_rate=1e-3)
 
 
-def collated(collate):
+def use_collate(collate):
     return lambda run: {"collate": collate}
 
 
 # fmt: off
 FAULTS: dict[str, Fault] = {
-    "the server has its own temperature": Fault(TEMPERATURE, lambda run: forced(run, temperature=0.6)),
-    "the trainer has its own temperature": Fault(TEMPERATURE, lambda run: put(run.trainer, temperature=0.8)),
+    "the server has its own temperature": Fault(TEMPERATURE, lambda run: force_sampling(run, temperature=0.6)),
+    "the trainer has its own temperature": Fault(TEMPERATURE, lambda run: set_fields(run.trainer, temperature=0.8)),
     "raw is reported where a temperature was asked": Fault(TEMPERATURE, lambda run: raw_at(run, 0.7)),
-    "the server has its own top-k": Fault(CUT, lambda run: forced(run, top_k=2)),
-    "the server cuts, and reports raw": Fault(CUT, lambda run: forced(run, "raw", top_p=0.6)),
-    "the server penalises repetition": Fault((NONE,), lambda run: forced(run, repetition_penalty=1.5)),
+    "the server has its own top-k": Fault(CUT, lambda run: force_sampling(run, top_k=2)),
+    "the server cuts, and reports raw": Fault(CUT, lambda run: force_sampling(run, "raw", top_p=0.6)),
+    "the server penalises repetition": Fault((NONE,), lambda run: force_sampling(run, repetition_penalty=1.5)),
     "another template": Fault(TEXT, templated),
-    "the server adds bos to everything": Fault(TEXT, lambda run: put(run.server, prefix=(run.tokenizer.bos_token_id,))),
-    "the server puts a token of the template in front": Fault(TEXT, lambda run: put(run.server, prefix=(4,))),
-    "and in half precision": Fault(TEXT, lambda run: put(run.server, prefix=(3,)), World(dtype="bfloat16", seed=17)),
+    "the server adds bos to everything": Fault(TEXT, lambda run: set_fields(run.server, prefix=(run.tokenizer.bos_token_id,))),
+    "the server puts a token of the template in front": Fault(TEXT, lambda run: set_fields(run.server, prefix=(4,))),
+    "and in half precision": Fault(TEXT, lambda run: set_fields(run.server, prefix=(3,)), World(dtype="bfloat16", seed=17)),
     "the server loses the first token, and both learn before they are asked":
-        Fault(TEXT, lambda run: put(run.server, reads=lambda ids: ids[1:]), World(warm_up=0, learning_rate=1e-3), 3),
-    "the server reports the likeliest token": Fault((NONE,), lambda run: put(run.server, reports="likeliest")),
+        Fault(TEXT, lambda run: set_fields(run.server, reads=lambda ids: ids[1:]), World(warm_up=0, learning_rate=1e-3), 3),
+    "the server reports the likeliest token": Fault((NONE,), lambda run: set_fields(run.server, reports="likeliest")),
     "rollouts are late": Fault(STALE, lambda run: late(run, 2)),
     "rollouts are late, and cool": Fault(STALE, lambda run: late(run, 2), World(temperature=0.8)),
     "the adapter does not travel": Fault(STALE, lambda run: adapter_left_behind(run, 3), LORA),
     "the server computes in half precision":
-        Fault(DTYPE, lambda run: put(run.server, model=cast(run.server.model, torch.bfloat16))),
+        Fault(DTYPE, lambda run: set_fields(run.server, model=cast_parameters(run.server.model, torch.bfloat16))),
     "the server has weights of 4 bits": Fault((NONE,), lambda run: run.server.alter(partial(quantised, bits=4))),
     "the server has another rope base": Fault((NONE,), lambda run: run.server.alter(partial(rotary, base=1e5))),
     "the trainer pads on the left and does not say so":
-        Fault(("padding side",), lambda run: put(run.trainer, pads_left=True, tells=(), batch=16)),
+        Fault(("padding side",), lambda run: set_fields(run.trainer, pads_left=True, tells=(), batch=16)),
     "the trainer packs rows and reads across them": Fault(("padding side",), packed),
     "dropout": Fault(("dropout",), lambda run: dropped(run, 0.1)),
     "the server has another vocabulary":
         Fault(("vocabulary",), lambda run: run.server.alter(partial(reordered, ids=slice(40, 240)))),
-    "off by one": Fault(("shift",), collated(off_by_one)),
-    "the first logprob is 0": Fault(("filled in",), collated(first_is_zero)),
-    "logprobs of another group": Fault(("wrong group",), collated(of_next_group)),
-    "logprobs by arrival": Fault(("rows permuted",), collated(by_arrival)),
-    "eos has no logprob": Fault(("non-finite",), collated(eos_has_no_logprob)),
-    "the prompt is trained": Fault(("mask leak",), collated(prompt_in_mask)),
+    "off by one": Fault(("shift",), use_collate(off_by_one)),
+    "the first logprob is 0": Fault(("filled in",), use_collate(first_is_zero)),
+    "logprobs of another group": Fault(("wrong group",), use_collate(of_next_group)),
+    "logprobs by arrival": Fault(("rows permuted",), use_collate(by_arrival)),
+    "eos has no logprob": Fault(("non-finite",), use_collate(eos_has_no_logprob)),
+    "the prompt is trained": Fault(("mask leak",), use_collate(prompt_in_mask)),
     "another reference": Fault(("wrong reference",), other_reference, World(warm_up=0)),
     "a step": Fault((CLEAN,), lambda run: None),
     "several updates": Fault((CLEAN,), lambda run: {"minibatches": 3}, LORA),

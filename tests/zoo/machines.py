@@ -30,7 +30,7 @@ Alteration = Callable[[nn.Module], Any]  # changes a model in place
 
 
 @functools.cache
-def shipped(name: str) -> tuple[Any, Any]:
+def shipped_model(name: str) -> tuple[Any, Any]:
     "A model and its tokenizer, to be copied and never changed."
     return load_model(name)
 
@@ -49,7 +49,7 @@ def seeded(seed: int | None) -> Iterator[None]:
         yield
 
 
-def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     "The model with parameters of this type; what it computes with, such as rotary frequencies, stays as it is."
     for p in model.parameters():
         p.data = p.data.to(dtype)
@@ -345,7 +345,7 @@ def with_adapter(model: Any, rank: int) -> Any:
         return get_peft_model(model, config)
 
 
-def assembled(
+def assemble_backend(
     trainer: Trainer, reference: Trainer, sampler: Any, sync: Sync, lora_rank: int
 ) -> Backend:
     "The machines as a backend."

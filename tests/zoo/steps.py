@@ -31,7 +31,16 @@ from rl_notebook.task.data import Prompt, Rollouts
 from rl_notebook.loop.step import evaluate_loss, merge_outputs
 from rl_notebook.task.toy import toy_rows
 
-from .machines import Server, Sync, Trainer, Weights, assembled, cast, shipped, with_adapter
+from .machines import (
+    Server,
+    Sync,
+    Trainer,
+    Weights,
+    assemble_backend,
+    cast_parameters,
+    shipped_model,
+    with_adapter,
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ class Run:
 
     def __init__(self, world: World):
         self.world = world
-        model, self.tokenizer = shipped("tiny")
+        model, self.tokenizer = shipped_model("tiny")
         dtype = getattr(torch, world.dtype)
         pad = self.tokenizer.pad_token_id
         base = copy.deepcopy(model)
@@ -85,7 +94,7 @@ class Run:
         self.trainer = Trainer(learner, **options)
         self.reference = Trainer(model, source="reference", **options)
         self.server = Server(
-            cast(copy.deepcopy(model), dtype), self.tokenizer, can_echo=world.can_echo
+            cast_parameters(copy.deepcopy(model), dtype), self.tokenizer, can_echo=world.can_echo
         )
         self.sync = Sync(self.trainer, self.server, model.state_dict())
         self.updates = 0
@@ -93,7 +102,9 @@ class Run:
     @property
     def backend(self) -> Backend:
         "What `diagnose` is given."
-        return assembled(self.trainer, self.reference, self.server, self.sync, self.world.lora_rank)
+        return assemble_backend(
+            self.trainer, self.reference, self.server, self.sync, self.world.lora_rank
+        )
 
     async def publish(self) -> None:
         "Sync the server."
@@ -211,7 +222,7 @@ async def learn(world: World, past: list[Weights], updates: int) -> None:
         past.append(run.trainer.states[await run.trainer.save_state(str(run.updates))])
 
 
-async def opened(world: World) -> Run:
+async def open_run(world: World) -> Run:
     "A run after its warm-up."
     run = Run(world)
     if world.warm_up:

@@ -25,9 +25,9 @@ from rl_notebook.task.toy import toy_rows
 from rl_notebook.loop.loop import verdict_line
 from rl_notebook.insight.xray import check_version
 
-from .faults import put
-from .machines import cast
-from .steps import Run, World, opened
+from .faults import set_fields
+from .machines import cast_parameters
+from .steps import Run, World, open_run
 
 SMALL_RUN = {
     "prompt_groups_per_step": 2,
@@ -77,15 +77,17 @@ def test_a_part_that_stays_behind_is_seen(part: str) -> None:
 
 
 def travels(*left: str) -> Callable[[Run], None]:
-    return lambda run: put(run.sync, travels=lambda name: not any(part in name for part in left))
+    return lambda run: set_fields(
+        run.sync, travels=lambda name: not any(part in name for part in left)
+    )
 
 
 def half_precision(run: Run) -> None:
-    put(run.server, model=cast(run.server.model, torch.bfloat16))
+    set_fields(run.server, model=cast_parameters(run.server.model, torch.bfloat16))
 
 
 def nothing(run: Run) -> None:
-    put(run.sync, travels=lambda name: False)
+    set_fields(run.sync, travels=lambda name: False)
 
 
 SERVERS = {  # world, what is wrong with it, whether the weights arrived, words
@@ -95,7 +97,7 @@ SERVERS = {  # world, what is wrong with it, whether the weights arrived, words
     "no layer": (World(), travels("layers.1."), False, "did not bring"),
     "half of an adapter": (
         World(lora_rank=4),
-        lambda run: put(run.sync, scale=0.5),
+        lambda run: set_fields(run.sync, scale=0.5),
         False,
         "did not bring",
     ),
@@ -108,7 +110,7 @@ def test_servers_of_other_makers(name: str) -> None:
     world, fault, ok, words = SERVERS[name]
 
     async def run() -> None:
-        machines = await opened(world)
+        machines = await open_run(world)
         fault(machines)
         settings = {"temperature": world.temperature, "lora_rank": world.lora_rank}
         loop = loop_on(
@@ -255,7 +257,7 @@ def test_a_sampler_without_such_a_method() -> None:
 
 def test_a_server_that_is_one_sync_late() -> None:
     async def run() -> None:
-        machines = await opened(World())
+        machines = await open_run(World())
         held = list[Any]()
         load = machines.server.load
 

@@ -10,14 +10,14 @@ from rl_notebook.insight.doctor.causes import FIXES
 from rl_notebook.insight.doctor.doctor import diagnose
 
 from .faults import CLEAN, FAULTS, NONE
-from .steps import World, gap, opened
+from .steps import World, gap, open_run
 
 __all__ = ["one_thread"]
 
 
 def test_the_machines_are_a_backend_that_agrees_with_itself():
     async def test():
-        run = await opened(World(prompts=2))
+        run = await open_run(World(prompts=2))
         backend = run.backend
         for role, protocol in (
             ("policy", Trainer),
