@@ -582,7 +582,9 @@ def server_of(site: EmulatorState, model: str) -> EmulatedServer:
         rank = int(job.body["trainingConfig"].get("loraRank", 0)) if job else 0
     else:
         site.models_for(name)
-        name, base, bucket, rank = "root", site.models.name, "root", 0
+        name = bucket = "root"
+        base = site.models.name
+        rank = 0
     if name not in site.servers:
         models = site.models_for(base)
         snapshots = site.snapshots(bucket)

@@ -211,8 +211,8 @@ def prompt_pieces(
             f"{'no row' if name is None else f'row {name!r}'} at position {g.number} of the data"
         )
         yield Piece("row", "rows", g.where, float(name != g.key), 0.0, reasons.get(g.number, there))
-        in_order = loop.cfg.weight_sync_interval == 1 and loop.cfg.recipe != "async_rl_loop"
-        if in_order:  # elsewhere groups come in the order of arrival
+        keeps_order = loop.cfg.weight_sync_interval == 1 and loop.cfg.recipe != "async_rl_loop"
+        if keeps_order:  # elsewhere groups come in the order of arrival
             yield Piece("position", "rows", g.where, number, g.number)
         if prompt is not None and g.samples and loop.task.rollout_fn is None:
             first = g.samples[0]
@@ -306,8 +306,8 @@ def replay_advantages(loop: GRPOLoop, record: StepRecord) -> PhaseComparison:
 def datum_pieces(ours: Sequence[Datum], theirs: Sequence[Datum]) -> Iterator[Piece]:
     "What goes into the loss, but for logprobs that are attached later."
     yield Piece("datums", "datums", "the step", float(len(ours)), float(len(theirs)))
-    in_order = [sorted(several, key=lambda d: (d.group, d.sample)) for several in (ours, theirs)]
-    for a, b in zip(*in_order, strict=False):
+    by_sample = [sorted(datums, key=lambda d: (d.group, d.sample)) for datums in (ours, theirs)]
+    for a, b in zip(*by_sample, strict=False):
         for name, unit in (
             ("tokens", "tokens"),
             ("weights", ""),

@@ -358,38 +358,40 @@ class MathVerify:
     ) -> bool | None:  # None = unscorable
         "Whether a mathematical text means the same as one of several; blocks until the verdict or the time limit."
         with self._lock:
-            if self._worker is None or self._worker.poll() is not None:
-                pipes: Any = {
-                    "stdin": subprocess.PIPE,
-                    "stdout": subprocess.PIPE,
-                    "stderr": subprocess.DEVNULL,
-                }
-                self._worker = subprocess.Popen(
-                    [sys.executable, "-c", _WORKER_CODE], text=True, **pipes
-                )
-                if not self._worker.stdout.readline():
-                    fix = 'See what `python -c "import math_verify"` says.'
-                    raise RewardError(
-                        "math_verify",
-                        got="a process that ended",
-                        expected="its first line",
-                        fix=fix,
-                    )
+            worker = self._live_worker()
             try:
                 request = json.dumps([text, golds, is_figure, seconds or self.timeout])
-                print(request, file=self._worker.stdin, flush=True)
-                verdict = self._worker.stdout.readline()
+                print(request, file=worker.stdin, flush=True)
+                verdict = worker.stdout.readline()
             except BaseException:
                 # an interrupt: this verdict must not be taken for that of the next comparison
-                self._worker.kill()
-                self._worker.wait()
+                worker.kill()
+                worker.wait()
                 raise
             if not verdict:
-                self._worker.wait()
+                worker.wait()
                 self.timeouts += 1
                 if seconds:
                     raise TimeoutError
             return json.loads(verdict or "null")
+
+    def _live_worker(self) -> Any:  # subprocess.Popen
+        "The process that compares, started where there is none; raises `RewardError` where it ends at once."
+        if self._worker is None or self._worker.poll() is not None:
+            worker: Any = subprocess.Popen(
+                [sys.executable, "-c", _WORKER_CODE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            self._worker = worker
+            if not worker.stdout.readline():
+                fix = 'See what `python -c "import math_verify"` says.'
+                raise RewardError(
+                    "math_verify", got="a process that ended", expected="its first line", fix=fix
+                )
+        return self._worker
 
     async def __call__(
         self, text: str, answer: Any, reward_timeout: float | None = None
@@ -719,38 +721,40 @@ def _trl_arguments(
     return arguments
 
 # %% ../../nbs/task/01_rewards.ipynb #290b55b1
+def _verl_arguments(group: _Group, i: int) -> dict[str, Any]:
+    "One call of a verl function for one sample."
+    data = group.row.data
+    reward_model = data.get("reward_model")
+    extra_info = data.get("extra_info")
+    arguments = {
+        "data_source": data.get("data_source"),
+        "solution_str": group.texts[i],
+        "extra_info": {
+            **(extra_info if isinstance(extra_info, Mapping) else {}),
+            "num_turns": len(group.messages[i]) + 1,
+        },
+    }
+    if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+        arguments["ground_truth"] = reward_model["ground_truth"]
+    elif group.row.answer is not None:
+        arguments["ground_truth"] = group.row.answer
+    return arguments
+
+
 def _sample_arguments(
     style: str, group: _Group, i: int, columns: Mapping[str, Any], logs: _Logs
 ) -> dict[str, Any]:
-    "One call for one sample."
-    row, data = group.row, group.row.data
-    answer = {} if row.answer is None else {"answer": row.answer, "ground_truth": row.answer}
-    if style == "verl":
-        reward_model = data.get("reward_model")
-        extra_info = data.get("extra_info")
-        truth = (
-            {"ground_truth": reward_model["ground_truth"]}
-            if isinstance(reward_model, Mapping) and "ground_truth" in reward_model
-            else answer
-        )
-        extra = {
-            **(extra_info if isinstance(extra_info, Mapping) else {}),
-            "num_turns": len(group.messages[i]) + 1,
-        }
-        arguments = {
-            "data_source": data.get("data_source"),
-            "solution_str": group.texts[i],
-            "extra_info": extra,
-        }
-        return arguments | {k: v for k, v in truth.items() if k == "ground_truth"}
-    columns = {
-        k: v for k, v in columns.items() if k not in ANSWER_COLUMNS or row.answer is not None
-    }
-    if style == "native":
-        sample_values = {"row": row, "tokens": group.tokens[i], "log_metric": logs.log_metric}
-        return {"opened": group.opened[i], **columns, **answer, **sample_values}
-    state = _state(group, i)
-    return {"parser": PARSER, **columns, **state, "state": {**columns, **state}}
+    "One call of a native function, or of one of verifiers, for one sample."
+    answer = group.row.answer
+    if answer is None:
+        columns = {k: v for k, v in columns.items() if k not in ANSWER_COLUMNS}
+    if style == "verifiers":
+        state = _state(group, i)
+        return {"parser": PARSER, **columns, **state, "state": {**columns, **state}}
+    arguments = {"opened": group.opened[i], **columns}
+    if answer is not None:
+        arguments |= {"answer": answer, "ground_truth": answer}
+    return arguments | {"row": group.row, "tokens": group.tokens[i], "log_metric": logs.log_metric}
 
 
 def _arguments(fn: RewardFn, group: _Group, logs: _Logs) -> list[dict[str, Any]]:
@@ -759,7 +763,10 @@ def _arguments(fn: RewardFn, group: _Group, logs: _Logs) -> list[dict[str, Any]]
     columns = _columns(group, names)
     if fn.style == "trl":
         return [_trl_arguments(group, columns, logs, names)]
-    return [_sample_arguments(fn.style, group, i, columns, logs) for i in range(len(group.texts))]
+    samples = range(len(group.texts))
+    if fn.style == "verl":
+        return [_verl_arguments(group, i) for i in samples]
+    return [_sample_arguments(fn.style, group, i, columns, logs) for i in samples]
 
 # %% ../../nbs/task/01_rewards.ipynb #0958a500
 def _missing(fn: RewardFn, arguments: Mapping[str, Any]) -> list[str]:

@@ -723,10 +723,12 @@ def show_record(dashboard: Dashboard) -> None:
         d.screen.close_completion()
     show_samples(d)
     if d.home is None or d.record is None:
-        d.described, d.screen.words.value = d.record, words_html(d.record, d.previous)
+        d.described = d.record
+        d.screen.words.value = words_html(d.record, d.previous)
     elif d.described is not d.record:
         # `follow` will find them; until then the words of another step would be wrong
-        d.described, d.screen.words.value = None, pending_words_html(d.record)
+        d.described = None
+        d.screen.words.value = pending_words_html(d.record)
     refresh_head(d)
     d.stale = True
 

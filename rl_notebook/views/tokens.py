@@ -162,7 +162,7 @@ def verdict_payload(e: Evidence, d: Diagnosis, syncs: str = "") -> dict[str, str
         if state == "open" and most <= BFLOAT16_GAP
         else cause
     )
-    text = f"All well: {close}, {largest}" if state == "well" else cause[0].upper() + cause[1:]
+    text = f"No mismatch: {close}, {largest}" if state == "well" else cause[0].upper() + cause[1:]
     more = (
         ""
         if state == "well"
