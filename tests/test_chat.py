@@ -276,7 +276,7 @@ def test_a_template_that_rewrites_earlier_turns(change, reply, got, expected):
     )
     assert f"assistant\\n{got}" in text.partition("; expected")[0]
     assert f"assistant\\n{expected}" in text.partition("; expected")[2]
-    assert "make each turn a sample of its own" in text
+    assert "make each turn a separate sample" in text
 
 
 # a model, the tokens that may end its turn, the one that the template writes behind an earlier turn

@@ -281,7 +281,7 @@ def test_places_are_never_lost_nor_assigned_twice(fates, start):
             await asyncio.sleep(0)
             if fate in ("fewer", "more"):
                 limit.at_most(2 if fate == "fewer" else 16)
-            limit.answered() if fate == "ok" else limit.refused(generation)
+            limit.answered() if fate == "ok" else limit.rejected(generation)
 
     async def test():
         tasks = [asyncio.create_task(visit(*fate)) for fate in fates]

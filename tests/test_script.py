@@ -409,7 +409,7 @@ def test_a_script_in_the_background_is_looked_at_stopped_and_resumed_with_the_sa
     assert "the script that began it" in output
     cfg = replace(Config.from_dict(Run.open(log).config), log_path=str(log))
     with pytest.raises(
-        ConfigError, match=r"resume: got a run with rows of its own.*script that began it"
+        ConfigError, match=r"resume: got a run with custom rows.*script that began it"
     ):
         asyncio.run(train(cfg, resume=True))
     resumed = run_script(script, log, "--resume", "--steps", str(last + 2))

@@ -604,13 +604,13 @@ def test_what_cannot_be_computed_again_is_reported(tmp_path):
         without = notes(await replay(folder, 1, make_loop(reward=better)))
         assert set(without) == {"backward", "optimize", "sync", "finish"}
         assert (
-            "a loss of its own: got no make_loss; expected a loop with this loss: "
+            "a custom loss: got no make_loss; expected a loop with this loss: "
             in without["backward"]
         )
         later = notes(await replay(folder, 2, make_loop(reward=better)))
         assert set(later) == {"sample", "backward", "optimize", "sync", "finish"}
         assert later["sample"].startswith(
-            "the weights before the step are not known: step 1: a loss of its own"
+            "the weights before the step are not known: step 1: a custom loss"
         )
         other = notes(await replay(folder, 1, make_loop(reward=LENGTH, make_loss=doubled)))
         assert other == {"score": "graded by better, and the loop has <lambda>"}

@@ -557,7 +557,7 @@ def test_true_gradients_of_several_updates_are_rejected():
         loop = open_loop(ppo_n_minibatches=2, policy_loss="ppo", learning_rate=5e-6)
         before = await loop.backend.policy.save_state("before")
         record = await loop.step()
-        with pytest.raises(LossError, match="2 updates, each from weights of its own"):
+        with pytest.raises(LossError, match="2 updates, each from other weights"):
             await true_gradients(loop.backend.policy, record, before)
 
     asyncio.run(run())

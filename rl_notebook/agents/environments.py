@@ -32,7 +32,7 @@ Play = Callable[[dict[str, Any], ServedRollout], Any]
 
 def rollout_id(sample_prompt: Mapping[str, Any]) -> str:
     "The same id for the same sample, so that records of a step that is made again are the same."
-    return f"draw-{sample_prompt['seed']}" if "seed" in sample_prompt else ""
+    return f"sample-{sample_prompt['seed']}" if "seed" in sample_prompt else ""
 
 # %% ../../nbs/agents/02_environments.ipynb #af7c1f46
 async def played(play: Play, sample_prompt: dict[str, Any], rollout: ServedRollout) -> float | None:

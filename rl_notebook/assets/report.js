@@ -77,12 +77,12 @@ let shown = null; // the address of the completion in the panel
 
 // What the address of the page names: a step, or a completion as {id, step, group, sample}, and perhaps a token of it.
 function named() {
-  const given = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
-  const { step, group, sample } = given;
+  const parameters = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  const { step, group, sample } = parameters;
   const isNumber = (value) => /^\d+$/.test(value);
   if (isNumber(step) && group === undefined) return { step };
   if (![step, group, sample].every(isNumber)) return null;
-  const token = isNumber(given.token) ? given.token : undefined;
+  const token = isNumber(parameters.token) ? parameters.token : undefined;
   return { step, group, sample, token, id: `step=${step}&group=${group}&sample=${sample}` };
 }
 

@@ -15,10 +15,10 @@ export function visible(element, text, ends = false) {
   const parts = [];
   let plain = "";
   let marks = 0;
-  const mark = (said, kept = "") => {
-    if (++marks > MANY) plain += said + kept;
+  const mark = (label, kept = "") => {
+    if (++marks > MANY) plain += label + kept;
     else {
-      parts.push(plain, make("span", "rltable-mark", said), kept);
+      parts.push(plain, make("span", "rltable-mark", label), kept);
       plain = "";
     }
   };
@@ -46,7 +46,7 @@ export function number(value, format = ".4g") {
 }
 
 const numeric = (column) => NUMERIC.includes(column.kind);
-const said = (row, column) => (numeric(column) ? number(row[column.name], column.format) : row[column.name] ?? "");
+const cellText = (row, column) => (numeric(column) ? number(row[column.name], column.format) : row[column.name] ?? "");
 
 // --- what is shown: rows, columns and what the reader chose in, rows out ------------------------------------------------
 
@@ -76,16 +76,16 @@ function chosenRows(rows, columns, view) {
     else if (wanted) problems[column.name] = `"${wanted}" is none of: 1, >0.5, <=12, 3..7`;
   }
   const search = view.search.trim().toLowerCase();
-  if (search) tests.push((row) => columns.some((c) => said(row, c).toLowerCase().includes(search)));
-  const found = rows.filter((row) => tests.every((test) => test(row)));
+  if (search) tests.push((row) => columns.some((c) => cellText(row, c).toLowerCase().includes(search)));
+  const matches = rows.filter((row) => tests.every((test) => test(row)));
   const column = columns.find((c) => c.name === view.sort);
-  if (!column) return { found, problems };
+  if (!column) return { matches, problems };
   const key = column.key ?? column.name; // what has no number comes last, whichever way the rest is sorted
   const missing = (row) => row[key] === null || row[key] === undefined;
   const less = numeric(column) || column.key ? (a, b) => a - b || 0 : ORDER.compare;
-  const way = view.descending ? -1 : 1;
-  found.sort((a, b) => missing(a) - missing(b) || (missing(a) ? 0 : way * less(a[key], b[key])));
-  return { found, problems };
+  const direction = view.descending ? -1 : 1;
+  matches.sort((a, b) => missing(a) - missing(b) || (missing(a) ? 0 : direction * less(a[key], b[key])));
+  return { matches, problems };
 }
 
 // --- the parts ----------------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ function line(text, wanted) {
 function fill(cell, row, column, top, wanted) {
   const value = row[column.name];
   if (numeric(column)) {
-    cell.textContent = said(row, column);
+    cell.textContent = cellText(row, column);
     if (column.kind !== "bar" || !value) return;
     cell.classList.add("rltable-bar", value < 0 ? "rltable-minus" : "rltable-plus");
     cell.style.setProperty("--part", Math.abs(value) / top);
@@ -188,8 +188,8 @@ export function makeTable({
   }
   function markHead(problems) {
     for (const cell of head.querySelectorAll("th")) {
-      const way = view.descending ? "descending" : "ascending";
-      cell.setAttribute("aria-sort", cell.dataset.column === view.sort ? way : "none");
+      const direction = view.descending ? "descending" : "ascending";
+      cell.setAttribute("aria-sort", cell.dataset.column === view.sort ? direction : "none");
     }
     for (const input of head.querySelectorAll("input")) {
       const { [input.dataset.column]: problem } = problems;
@@ -228,10 +228,10 @@ export function makeTable({
     return result;
   }
   function show() {
-    const { found, problems } = chosenRows(rows, columns, view);
-    const pages = Math.max(1, Math.ceil(found.length / size));
+    const { matches, problems } = chosenRows(rows, columns, view);
+    const pages = Math.max(1, Math.ceil(matches.length / size));
     view.page = Math.min(Math.max(view.page, 0), pages - 1);
-    const page = found.slice(view.page * size, (view.page + 1) * size);
+    const page = matches.slice(view.page * size, (view.page + 1) * size);
     const bars = columns.filter((c) => c.kind === "bar");
     const largest = (c) => rows.reduce((most, row) => Math.max(most, Math.abs(row[c.name] ?? 0)), 0);
     const tops = Object.fromEntries(bars.map((c) => [c.name, largest(c) || 1]));
@@ -241,10 +241,10 @@ export function makeTable({
     body.replaceChildren(...page.map((_, i) => drawRow(page, i, tops)));
     if (id) [...body.children].find((r) => r.dataset.id === id)?.querySelector("button, a")?.focus();
     const which = pages > 1 ? `, page ${view.page + 1} of ${pages}` : "";
-    count.textContent = `${found.length < rows.length ? `${found.length} of ` : ""}${rows.length} ${label}${which}`;
+    count.textContent = `${matches.length < rows.length ? `${matches.length} of ` : ""}${rows.length} ${label}${which}`;
     [back.disabled, on.disabled] = [view.page <= 0, view.page >= pages - 1];
     back.hidden = on.hidden = pages < 2;
-    return found;
+    return matches;
   }
 
   return {
@@ -260,16 +260,16 @@ export function makeTable({
     // Mark a row, or none; with `reveal`, go to its page, past search and filters if they hide it.
     select(id, reveal = false) {
       chosen = id;
-      const at = (found) => found.findIndex((row) => row.id === id);
-      let found = show();
+      const at = (matches) => matches.findIndex((row) => row.id === id);
+      let matches = show();
       if (!reveal || !rows.some((row) => row.id === id)) return;
-      if (at(found) < 0) {
+      if (at(matches) < 0) {
         Object.assign(view, { search: "", filters: {} });
         search.value = "";
         drawHead();
-        found = show();
+        matches = show();
       }
-      choose({ page: Math.floor(at(found) / size) });
+      choose({ page: Math.floor(at(matches) / size) });
       [...body.children].find((row) => row.dataset.id === id).scrollIntoView({ block: "nearest" });
     },
   };

@@ -253,7 +253,7 @@ _SO_HERE: dict[str, dict[str, Any]] = {
         "pad_to_multiple_of": "auto",
         "log_multimodal": True,
     },
-    "a router gets no loss of its own": {"router_aux_loss_coef": 0.0},
+    "a router gets no separate loss": {"router_aux_loss_coef": 0.0},
     "entropy_coeff adapts between 0 and 1": {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0},
     "the rollout function decides how many turns there are": {"max_tool_calling_iterations": None},
     "records stay on this machine": {"log_completions_hub_repo": None},
@@ -380,10 +380,10 @@ _TRL_ELSEWHERE |= {
 
 
 def trl_defaults(
-    cls: type, given: Mapping[str, Any], settings: Mapping[str, Any]
+    cls: type, arguments: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str]:
     "What TRL's defaults add to settings in its words, and a note of them and of those that are others here."
-    kind = given.get("loss_type")
+    kind = arguments.get("loss_type")
     new = dict[str, Any]()
     if kind is not None:
         new |= {"kl_beta": 0.0} | (
@@ -391,7 +391,11 @@ def trl_defaults(
         )
         if kind == "cispo":
             new |= {"eps_clip": 1.0, "eps_clip_high": -0.8}
-    theirs = {kind, given.get("scale_rewards"), given.get("multi_objective_aggregation")} - {None}
+    theirs = {
+        kind,
+        arguments.get("scale_rewards"),
+        arguments.get("multi_objective_aggregation"),
+    } - {None}
     scaled = (
         settings.get("advantage_scale", "std") in ("std", "batch", "gdpo")
         and "advantage_fn" not in settings
@@ -410,15 +414,17 @@ def trl_defaults(
     return new, "; ".join(filter(None, (note, f"other defaults than TRL: {kept}" if kept else "")))
 
 # %% ../../nbs/config/01_aliases.ipynb #48605d3f
-def _special(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+def _special(name: str, value: Any, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     "A setting of others whose meaning the tables do not have; None for all the rest."
-    if (theirs := _of_trl(name, value, given)) is not None:
+    if (theirs := _of_trl(name, value, arguments)) is not None:
         return theirs
-    most = given.get("num_completions_to_print")
+    most = arguments.get("num_completions_to_print")
     match name, value:
         case "log_completions", bool():
             return {"log_completions": (16 if most is None else most) if value else 0}
-        case "num_completions_to_print", _ if value is None or given.get("log_completions") is True:
+        case "num_completions_to_print", _ if (
+            value is None or arguments.get("log_completions") is True
+        ):
             return {}
         case "max_steps", -1:
             return {"steps": None}
@@ -443,9 +449,9 @@ def _special(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] 
     return None
 
 
-def our_names(name: str, value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    "One given setting under our names; `given`: all of them, laid flat."
-    if (special := _special(name, value, given)) is not None:
+def our_names(name: str, value: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    "One given setting under our names; `arguments`: all of them, laid flat."
+    if (special := _special(name, value, arguments)) is not None:
         return special
     if name in OTHER_WORDS:
         for word, ours in OTHER_WORDS[name].items():
@@ -466,10 +472,10 @@ def our_names(name: str, value: Any, given: Mapping[str, Any]) -> Mapping[str, A
     return {} if name in SPELLED and name != "tis" else {RENAMED.get(name, name): value}
 
 # %% ../../nbs/config/01_aliases.ipynb #5f7861a0
-def flat(given: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
+def flat(arguments: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
     "Settings laid flat, where a prefix leads into a sub-config; an empty one stays as `{name: {}}`."
     leaves: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in arguments.items():
         if not isinstance(name, str):
             raise ConfigError(
                 "setting", where="Config", got=quoted(name), expected="a name, which is text"
@@ -564,13 +570,13 @@ _PROMPTS = "Set prompt_groups_per_step, the prompts of a step: it has completion
 ELSEWHERE |= dict.fromkeys(_BATCHES.split(), (_OF_WHAT, _PROMPTS))
 
 
-def check_known(cls: type, given: Iterable[str]) -> None:
+def check_known(cls: type, arguments: Iterable[str]) -> None:
     "Raise ConfigError for the names, laid flat, that nothing of a config class is called, in any spelling."
     leaves = leaf_types(cls)
     heads = [*sub_configs(cls), *SPELLED]
     known = dict.fromkeys([*leaves, *heads, *RENAMED, *OTHER_WORDS, *NEUTRAL])
     suggestions = dict[str, str]()
-    for name in (name for name in given if name not in known):
+    for name in (name for name in arguments if name not in known):
         elsewhere = ELSEWHERE.get("vllm_*" if name.startswith("vllm_") else name)
         if elsewhere is not None:
             meaning, fix = elsewhere
@@ -596,15 +602,15 @@ def _agree(a: Any, b: Any) -> bool:
 
 
 def canonical(
-    cls: type, given: Mapping[str, Any], beside: Mapping[str, Any] | None = None
+    cls: type, arguments: Mapping[str, Any], base: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """Flat settings under their one name, and "theirs -> ours" for each other spelling.
 
-    `beside`: settings that decide what a spelling means. Raises ConfigError for unknown and contradictory ones.
+    `base`: settings that decide what a spelling means. Raises ConfigError for unknown and contradictory ones.
     """
     prefixes = [*sub_configs(cls), *SPELLED]
-    laid = flat(given, prefixes)
-    context = {**flat(beside or {}, prefixes), **laid}
+    laid = flat(arguments, prefixes)
+    context = {**flat(base or {}, prefixes), **laid}
     check_known(cls, laid)
     settings = {}
     came_from = {}
@@ -624,7 +630,7 @@ def canonical(
         todays = name == "tis_enabled" or name.partition(".")[0] in ("tis", *SURROGATE_PARAMS)
         if not (todays or [*ours] in ([], [name])):
             notes += [f"{name} -> {', '.join(ours)}"]
-    stated = canonical(cls, beside)[0] if beside else {}
+    stated = canonical(cls, base)[0] if base else {}
     _settle_loss(cls, laid, settings, stated)
     more, note = trl_defaults(cls, context, stated | settings)
     return {**settings, **more}, notes + ([note] if note and not stated else [])
@@ -817,18 +823,20 @@ def accepts_other_spellings(cls: Any) -> Any:
     init = made.__init__
 
     @functools.wraps(init)
-    def __init__(self: Any, **given: Any) -> None:
+    def __init__(self: Any, **arguments: Any) -> None:
         defaults = {f.name: f.default for f in fields(made)}
         # by `replace`, or read back: all that is known is what differs
-        copied = defaults.keys() <= given.keys()
+        copied = defaults.keys() <= arguments.keys()
         own = {
             k: v
-            for k, v in given.items()
+            for k, v in arguments.items()
             if k in defaults and (k not in SPELLED or isinstance(v, str))
         }
         # what `replace` is given under another name wins over what it copied
-        mine = own if copied else given
-        settings, notes = overlaid(made, mine, {k: v for k, v in given.items() if k not in mine})
+        mine = own if copied else arguments
+        settings, notes = overlaid(
+            made, mine, {k: v for k, v in arguments.items() if k not in mine}
+        )
         _announce(notes)
         init(self, **nested(settings))
         chosen = [k for k, v in settings.items() if not copied or v != defaults.get(k, v)]
@@ -869,10 +877,10 @@ OWN_YAML = (
 
 def _line_of(text: str, complaint: str) -> int | None:
     "The line of a YAML text with the setting that a complaint begins with."
-    found = re.match(r"(?:unknown setting ')?([\w.]+)", complaint)
+    match = re.match(r"(?:unknown setting ')?([\w.]+)", complaint)
     lines = text.splitlines()
     at = -1
-    for depth, name in enumerate(found[1].split(".") if found else ()):
+    for depth, name in enumerate(match[1].split(".") if match else ()):
         begins = rf"{' +' if depth else ''}{name}\s*:"
         at = next((i for i in range(at + 1, len(lines)) if re.match(begins, lines[i])), len(lines))
     return at + 1 if 0 <= at < len(lines) else None
@@ -897,16 +905,16 @@ class Stored:
         | None = None,  # settings that win over `data`, such as a command line's
     ) -> Self:
         "A config from plain values; raises ConfigError naming the setting."
-        for what, given in (
+        for what, arguments in (
             ("config", data),
             ("overrides", {} if overrides is None else overrides),
         ):
-            if not isinstance(given, Mapping):
+            if not isinstance(arguments, Mapping):
                 fix = "Config() has the defaults; Config.from_yaml(path) reads a file."
                 raise ConfigError(
                     what,
                     where="from_dict",
-                    got=quoted(given),
+                    got=quoted(arguments),
                     expected="a mapping of settings",
                     fix=fix,
                 )
@@ -981,7 +989,7 @@ class SettingsTable:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 # %% ../../nbs/config/01_aliases.ipynb #a11fee6a
-def compared(
+def compare_settings(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], columns: tuple[str, str]
 ) -> SettingsTable:
     "The settings in which two flat configs differ; a sub-config that one lacks counts as None."
@@ -1021,7 +1029,7 @@ def changed_settings(cfg: Any) -> SettingsTable:
     defaults = type(cfg)().flat() | flat(
         {name: plain(sub) for name, sub in used.items()}, list(used)
     )
-    rows = compared(cfg.flat(), defaults | dict.fromkeys(used), ("value", "default")).rows
+    rows = compare_settings(cfg.flat(), defaults | dict.fromkeys(used), ("value", "default")).rows
     changed = {name.partition(".")[0] for name, *_ in rows}
     return SettingsTable(
         ("value", "default"), (*rows, *((name, {}, None) for name in used if name not in changed))

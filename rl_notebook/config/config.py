@@ -58,7 +58,7 @@ from rl_notebook.config.aliases import (
     Stored,
     accepts_other_spellings,
 )
-from .aliases import changed_settings, compared, keys_in, was_chosen  # noqa: F401 (handed on)
+from .aliases import changed_settings, compare_settings, keys_in, was_chosen  # noqa: F401 (handed on)
 from .aliases import CISPOConfig, DAPOConfig, DROConfig, GSPOConfig, HotloadConfig  # noqa: F401 (handed on)
 from .aliases import ISConfig, SAPOConfig, TISConfig  # noqa: F401 (handed on)
 
@@ -371,7 +371,7 @@ Settings = TypeVar("Settings")
 
 
 def settings_of(cfg: Any, theme: type[Settings]) -> Settings:
-    "The settings of one theme, as a value of their own."
+    "The settings of one theme, as a separate value."
     names = [f.name for f in fields(typing.cast(Any, theme))]
     return theme(**{name: getattr(cfg, name) for name in names})
 
@@ -443,7 +443,7 @@ class Config(  # fields are collected from the last base to the first
 
     def diff(self, other: Config) -> SettingsTable:
         "The settings in which two configs differ; false when there is none."
-        return compared(self.flat(), other.flat(), ("this", "other"))
+        return compare_settings(self.flat(), other.flat(), ("this", "other"))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value, _ in self.effective().rows)})"

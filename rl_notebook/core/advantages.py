@@ -52,7 +52,7 @@ DIVISORS: dict[str, Callable[[np.ndarray, int, float], float]] = {
     "maxrl": lambda r, ddof, eps: r.mean(),
 }
 BATCH_SCALES = ("batch", "whiten", "gdpo")  # they need every group of a step
-BY_LENGTH = ("opo", "whiten")  # they weigh completions by their tokens
+BY_LENGTH = ("opo", "whiten")  # they weight completions by their tokens
 
 
 def _checked(rewards: Sequence[float] | np.ndarray, scale: str) -> np.ndarray:
@@ -218,7 +218,7 @@ def _check_lengths(group: PromptGroup, scale: str) -> None:
         where = f"{group.where}, sample {i}"
         got = "a completion without token ids"
         fix = "Use another scale, such as 'std', or samples with token ids."
-        expected = "the tokens of each completion, whose number it weighs by"
+        expected = "the tokens of each completion, whose number is the weight"
         raise LossError(
             f"advantage_scale {scale!r}", where=where, got=got, expected=expected, fix=fix
         )

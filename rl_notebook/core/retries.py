@@ -83,7 +83,7 @@ class AdaptiveLimit:
         self.most = most
         self.bounds = least, most  # as given
         self.in_flight = 0
-        self.cuts = 0  # refusals that halved the window; also the generation of a request
+        self.cuts = 0  # rejections that halved the window; also the generation of a request
         self.held = False  # no request may start
         # places, and the request for them
         self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -92,7 +92,7 @@ class AdaptiveLimit:
         "One request came back well."
         self.window = min(self.most, self.window + 1 / self.window)
 
-    def refused(self, generation: int) -> None:
+    def rejected(self, generation: int) -> None:
         "One request that set out in this generation was rejected."
         if generation == self.cuts:
             self.window, self.cuts = max(self.least, self.window / 2), self.cuts + 1

@@ -254,7 +254,7 @@ def check_tokens(
         text = f"{len(prompts)} prompts and {len(completions)} completions encode to the same tokens again"
         return Finding("tokens", True, text)
     changed = f"{len(changed_prompts)} of {len(prompts)} prompts and {len(changed_completions)} of {len(completions)} completions"
-    fix = "No harm while tokens are handed on; a rollout of your own must not pass text."
+    fix = "No harm while tokens are handed on; a custom rollout must not pass text."
     return Finding(
         "tokens",
         None,

@@ -991,7 +991,7 @@ async def true_gradients(
     """
     a = attribution(source, dlogprobs, tokenizer=tokenizer)
     if a.batch.updates:
-        got = f"{len(a.batch.updates)} updates, each from weights of its own"
+        got = f"{len(a.batch.updates)} updates, each from other weights"
         fix = "attribution(record) needs no weights."
         raise LossError(
             "true gradients", where=a.batch.where, got=got, expected="one update a step", fix=fix

@@ -49,7 +49,7 @@ async def measure_noise_floor(
     scorer: Scorer,  # policy or reference
     datums: Sequence[Datum],  # a handful is enough
 ) -> float:  # nats
-    """Largest absolute difference of logprobs, same weights: all datums in one call, against each in a call of its own.
+    """Largest absolute difference of logprobs, same weights: all datums in one call, against each in a separate call.
 
     Raises `DatumError` for datums without a trained position.
     """
@@ -484,9 +484,7 @@ def check_prompts(record: StepRecord) -> Finding:
         )
     if mixed := [prompts for prompts in asked if len(prompts) > 1]:
         text = f"{len(mixed)} of {len(asked)} groups mix completions of different prompts"
-        fix = (
-            "An advantage compares completions of one prompt: give each prompt a group of its own."
-        )
+        fix = "An advantage compares completions of one prompt: give each prompt a separate group."
         return Finding(
             "prompts",
             False,

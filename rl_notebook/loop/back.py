@@ -213,9 +213,9 @@ def _base_of(tokenizer: Any, named: str) -> str | None:
     "Where a tokenizer, and so the model, came from, if it is not what the config names."
     source = getattr(tokenizer, "name_or_path", "")
     try:
-        return None if model_source(named) == source else source or "a model of your own"
+        return None if model_source(named) == source else source or "a custom model"
     except RLNotebookError:  # the config names what is not here
-        return source or "a model of your own"
+        return source or "a custom model"
 
 # %% ../../nbs/loop/10_back.ipynb #81df7e56
 def recorded_loss(loop: Loop, record: StepRecord) -> LossFactory:
@@ -228,7 +228,7 @@ def recorded_loss(loop: Loop, record: StepRecord) -> LossFactory:
         expected = f"a loop with this loss: {custom}"
         fix = "Open it with make_loss=."
         raise RecordError(
-            "a loss of its own", where=where, got="no make_loss", expected=expected, fix=fix
+            "a custom loss", where=where, got="no make_loss", expected=expected, fix=fix
         )
     return loop.make_loss
 

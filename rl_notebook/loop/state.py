@@ -244,7 +244,7 @@ class Loop:
         *,
         eval_rows: Any = (),  # held out, for `evaluate`
         evaluation_fn: EvaluationFn
-        | None = None,  # evaluates instead of sampling and grading `eval_rows`
+        | None = None,  # evaluates instead of sampling and scoring `eval_rows`
         dynamic_filter_fn: Callable[[PromptGroup], bool]
         | None = None,  # True = train on it; None = groups with signal
         make_loss: LossFactory | None = None,  # None = the config's loss

@@ -350,7 +350,7 @@ def open_loop(cfg: Config, backend: Backend, problem: Problem) -> GRPOLoop:
         fix = "Use rl_notebook.recipes.igpo_loop.main, which makes them."
         raise ConfigError(
             "recipe",
-            got="igpo_loop without advantages of its own",
+            got="igpo_loop without custom advantages",
             expected="an advantage_fn",
             fix=fix,
         )
@@ -392,7 +392,7 @@ def check_parts(path: str | Path, parts: Mapping[str, Any]) -> None:
         return
     missing = [name for name in read_rows(rows)[1] or ["rows"] if parts.get(name) is None]
     if missing:
-        got = f"a run with {' and '.join(missing)} of its own"
+        got = f"a run with custom {' and '.join(missing)}"
         fix = "Resume with the script that began it, and --resume."
         raise ConfigError("resume", where=str(path), got=got, expected="the same again", fix=fix)
 
@@ -407,7 +407,7 @@ async def train(
     leftover: str = "error",  # Fireworks: trainers of a killed process in `log_path`: "attach", "clean" or "error"
     trust: bool = False,  # links that leave the folder of a run that was not started here may be followed
     say: Callable[[str], Any] = write_line,  # where the lines go
-    progress: bool = True,  # draw a bar, where bars can be drawn
+    progress: bool = True,  # show a progress bar, where the terminal can
     on_record: Sequence[Callable[[StepRecord], Any]] = (),  # called with every record
     opening: Sequence[
         Any
@@ -725,7 +725,7 @@ def recorded_problem(run: Run, cfg: Config) -> Problem:
     if functions:
         fix = f"Pass it: problem=make_problem(cfg, {functions[0]}=..., rows=...)."
         raise ConfigError(
-            "problem", where=str(run.path), got=f"a run with a {functions[0]} of its own", fix=fix
+            "problem", where=str(run.path), got=f"a run with a custom {functions[0]}", fix=fix
         )
     return replace(load_problem(replace(cfg, eval_rows=0, eval_interval=0)), rows=rows)
 

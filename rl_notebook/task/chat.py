@@ -504,7 +504,7 @@ def _check_prefix(seen: str, rendered: str, where: str) -> None:
     if not rendered.startswith(seen):
         at = first_difference(seen, rendered)
         got, expected = (repr(text[max(0, at - 20) : at + 40]) for text in (seen, rendered))
-        fix = "The template rewrites earlier turns; use one that keeps them, or make each turn a sample of its own."
+        fix = "The template rewrites earlier turns; use one that keeps them, or make each turn a separate sample."
         what = f"character {at} differs from the chat template's rendering"
         raise TemplateMismatch(
             what, where=where, got=got, expected=f"{expected}, as rendered", fix=fix

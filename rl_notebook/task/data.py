@@ -673,7 +673,7 @@ def _check_rows(rows: Sequence[Row], source: Any) -> None:
         if (first := seen.setdefault(row.key, i)) != i:
             got = f"{row.key!r}, as in row {first}"
             fix = "Make the key or id column unique or drop it."
-            raise DataError("key", where=f"row {i}", got=got, expected="a name of its own", fix=fix)
+            raise DataError("key", where=f"row {i}", got=got, expected="a unique name", fix=fix)
 
 # %% ../../nbs/task/00_data.ipynb #3a3bf2d6
 def load_rows(

@@ -289,7 +289,7 @@ async def await_in_shared_loop(awaitable: Awaitable[T]) -> T:
 
 
 def run_until(loop: asyncio.AbstractEventLoop, ready: Callable[[], bool]) -> None:
-    "Let a running event loop continue from within one of its own calls."
+    "Let a running event loop continue from within one of its calls."
     queue = loop._ready  # type: ignore[attr-defined]
     # The round that was interrupted will take this number of calls from the queue, so it must be as long again when
     # this returns: `_run_once` counts them before it calls the first.
@@ -969,7 +969,7 @@ def _check_timeout(fn: RewardFn, limits: Limits) -> None:
     raise RewardError(
         "reward_timeout",
         got=f"a limit of {limits.timeout} s for {fn.name}, which runs in the thread of the event loop",
-        expected="a function that runs in a thread of its own, or an async one",
+        expected="a function that can run in a thread, or an async one",
         fix="Set max_concurrent_rewards to 1 or more, or leave reward_timeout out.",
     )
 

@@ -105,7 +105,7 @@ def y_axis(title: str, **options: Any) -> dict[str, Any]:
 
 
 def figure_of(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
-    "Traces with the common look; a note where there is nothing to draw."
+    "Traces with the common look; a note where there is nothing to show."
     has_points = any(len(t.get("x", ())) or len(t.get("z", ())) for t in data)
     note = {
         "text": "nothing measured yet",
@@ -768,7 +768,7 @@ def _paint(color: str) -> Any:
 
 # %% ../../nbs/views/02_charts.ipynb #595ccffc
 def _points(t: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    "A line as it is drawn."
+    "A line as it is shown."
     thin = t if None in t["x"] else downsample({"x": t["x"], "y": t["y"]}, PICTURED)
     return _floats(thin["x"]), _floats(thin["y"])
 
@@ -999,7 +999,7 @@ class Chart:
 
     @property
     def figure(self) -> Figure:
-        "As plotly draws it."
+        "A plotly figure."
         return self.draw(self.payload)
 
     @property

@@ -23,7 +23,7 @@ from .report import _page, tag
 __all__ = []
 
 # %% ../../nbs/views/08_check.ipynb #97180d57
-OUTCOMES = {False: "What does not hold", None: "What could not be told", True: "What holds"}
+OUTCOMES = {False: "What does not hold", None: "What could not be decided", True: "What holds"}
 
 
 def checks_html(checks: Findings) -> str:

@@ -607,7 +607,7 @@ def show_charts(dashboard: Dashboard) -> None:
 
 # %% ../../nbs/views/04_dashboard.ipynb #076888ca
 TICK = 0.25  # seconds
-PASSING = 1.0  # seconds; a phase that is shorter is not drawn while the loop runs on
+PASSING = 1.0  # seconds; a phase that is shorter is not shown while the loop runs
 
 
 def standing(player: Player) -> str:
@@ -744,7 +744,7 @@ def tick(dashboard: Dashboard) -> None:
         d.show_error(None)
     passing = (d.doing or elsewhere) and not d.delay and time.monotonic() - d.watch.since < PASSING
     try:
-        if not passing:  # else what is drawn is the last step, all of it
+        if not passing:  # else what is shown is the last step, all of it
             show_step(d)
     except Exception as e:  # any error of a view: the phase itself is sound
         d.report_view_error(e)
@@ -825,18 +825,18 @@ class Dashboard(Player):
         self.history = History()
         self.recent: deque[StepRecord] = deque(maxlen=TIMELINE_STEPS)  # of the timeline
         self.partial: StepRecord | None = None  # the current step, as far as it is
-        self.values: tuple[Any, ...] = ()  # of the current step, as they were drawn
+        self.values: tuple[Any, ...] = ()  # of the current step, as they were shown
         self.error: BaseException | None = None  # what is shown in the error box
         self.described: StepRecord | None = None  # what the words on the screen are about
-        self.stumbled: BaseException | None = None  # the last error of drawing
+        self.stumbled: BaseException | None = None  # the last error while rendering
         # what another caller runs; the last phase of the current step
         self.elsewhere = ""
         self.after = ""
         self.still: WithFallback | None = None  # the output that it is displayed in
-        # whether its picture is out of date, and when it was drawn
+        # whether its picture is out of date, and when it was rendered
         self.stale = True
         self.pictured = 0.0
-        self.home = running_loop()  # whose thread draws
+        self.home = running_loop()  # whose thread renders
         self.screen = Screen(self, rows)
         loop.outputs.append(self.take)
         loop.on_undo.append(self.forget)
@@ -864,7 +864,7 @@ class Dashboard(Player):
     def payloads(
         self, names: Sequence[str], limit: int = POINTS, start: int = 0
     ) -> dict[str, dict[str, Any]]:
-        "What the charts of these names draw; `start` is the first group of the map."
+        "What the charts of these names show; `start` is the first group of the map."
         record = self.shown or StepRecord(0)
         payloads = run_payloads(
             self.history, flat_settings(self.loop.cfg), self.noise_floor, limit, names
@@ -885,13 +885,13 @@ class Dashboard(Player):
         self.recent = deque((r for r in records if r.step <= last), maxlen=TIMELINE_STEPS)
 
     def update(self, record: StepRecord) -> None:
-        "Add a finished step and draw it; a step that was there is replaced."
+        "Add a finished step and render it; a step that was there is replaced."
         if record is not self.record:
             self.add(record)
             show_record(self)
 
     def take(self, record: StepRecord) -> None:
-        "`update` for `loop.outputs`: what goes wrong in drawing is shown, and does not stop the training."
+        "`update` for `loop.outputs`: an error while rendering is shown, and does not stop the training."
         try:
             self.update(record)
         except Exception as e:  # any error of a view: the step itself is finished and sound
@@ -918,7 +918,7 @@ class Dashboard(Player):
         self.screen.trouble.value = error_html(error, self.loop.place) if error else ""
 
     def report_view_error(self, error: Exception) -> None:
-        "Show what went wrong in drawing; the step itself is finished and sound."
+        "Show what went wrong while rendering; the step itself is finished and sound."
         self.stumbled = error
         self.show_error(error)
 

@@ -866,7 +866,7 @@ class Comparison:
 
     @property
     def charts(self) -> list[Chart]:
-        "What can be drawn: the difference, and each metric with a line per run."
+        "What can be shown: the difference, and each metric with a line per run."
         steps = {
             name: self.shared(name).groupby("step")["difference"] for name in [*self.metrics][1:]
         }

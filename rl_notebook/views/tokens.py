@@ -97,7 +97,7 @@ class WithFallback:
         display({"application/vnd.jupyter.widget-view+json": view, "text/plain": ""}, raw=True)
 
     def update(self, static_html: str, text: str = "") -> None:
-        "Replace the static HTML, where it has been displayed too; the widget is not drawn again."
+        "Replace the static HTML, where it has been displayed too; the widget is not rendered again."
         self.static_html = static_html
         self.text = text
         update_display(self.picture(), raw=True, display_id=self.place)
@@ -251,7 +251,7 @@ def shift_payload(e: Evidence, reach: int = 2) -> dict[str, list]:
 
 # %% ../../nbs/views/03_tokens.ipynb #4aefcdef
 def _points(e: Evidence, rows: Sequence[TokenRow], limit: int) -> dict[str, list]:
-    "The tokens that are drawn: both logprobs, the sample, the target, and the place in the completion."
+    "The tokens that are shown: both logprobs, the sample, the target, and the place in the completion."
     items = {(r.group, r.sample, r.tokens.tobytes()): i for i, r in enumerate(rows)}
     item = np.array([items[d.group, d.sample, d.tokens.tobytes()] for d in e.datums])[e.row]
     finite = np.flatnonzero(np.isfinite(e.gap))

@@ -1113,7 +1113,7 @@ async def probe_and_verify(
         await trainer.save_state("start")
         return
     backend.checks = await check_contract(trainer, sampler, tokens)
-    # the service divides, and would divide the gradients of its own losses
+    # the service divides, and would divide the gradients of its losses
     if trainer.encoding is not ENCODINGS[0]:
         backend.capabilities = replace(backend.capabilities, builtin_losses=())
     trouble = " ".join(row.sentence for row in backend.checks.failed)

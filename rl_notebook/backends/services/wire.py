@@ -467,7 +467,7 @@ class RetryState:
         wire.counts[reason.reason] += 1
         wire.notice.trouble = f"{self} failed, the last with {reason.reason}"
         if reason.crowded and generation is not None:
-            wire.limit.refused(generation)
+            wire.limit.rejected(generation)
         if reason.lost and not wire.lost:
             warnings.warn(f"{self.where}: {reason.reason}; asking again", stacklevel=3)
         wire.lost = wire.lost or reason.lost
