@@ -339,13 +339,15 @@ def a_notebook_is_named_after_its_module(house: House) -> list[str]:
 def numbers_only_go_down(house: House) -> list[str]:
     """A notebook imports lower folders, and lower numbers of its folder; what is not exported may import its own module.
 
-    Examples on the pages of insight and of the loop use the whole loop, which is on a later page. The loop's methods
+    Examples on the pages of insight and of the loop use the whole loop, which is on a later page, and those of the
+    contract of a backend use the local backend. The loop's methods
     `serve`, `to_config` and `to_script` hand it to a higher folder when they are called."""
 
     def is_allowed(cell, module):
         uses_loop = cell.where.startswith(("insight/", "loop/")) and module.startswith("loop.")
         hands_over = cell.where.startswith("loop/11_loop") and module in HANDED_TO
-        return (uses_loop and not cell.exported) or hands_over
+        uses_local = cell.where.startswith("backends/03_contract") and "backends.local" in module
+        return ((uses_loop or uses_local) and not cell.exported) or hands_over
 
     return [
         f"{cell.where} imports {module} ({there})"

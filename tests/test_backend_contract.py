@@ -20,7 +20,8 @@ from rl_notebook.backends.services.fireworks import open_fireworks
 from rl_notebook.config.config import Config
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.services.openai import open_openai
-from rl_notebook.backends.services.tinker import check_contract, open_tinker, toy_datum
+from rl_notebook.backends.contract import check_contract, toy_datum
+from rl_notebook.backends.services.tinker import open_tinker
 from rl_notebook.core.types import (
     AdamParams,
     BackendError,

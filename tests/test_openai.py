@@ -22,7 +22,7 @@ from starlette.routing import Route
 from tiny_models import byte_tokenizer, tiny_model
 
 from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.backends.services.completions import OpenAISampler, probe, request_seed
+from rl_notebook.backends.services.completions import OpenAISampler, probe_server, request_seed
 from rl_notebook.backends.services.openai import open_openai
 from rl_notebook.core.types import (
     AdamParams,
@@ -152,7 +152,7 @@ def test_raw_and_sampling_logprobs_are_kept_apart(site, processed_site, local, k
         dialect = "fireworks" if kind == "both" else "vllm"
         async with sampler_at(url, dialect=dialect) as sampler:
             if kind != "unknown":
-                assert (await probe(sampler, PROMPT)).kind == kind
+                assert (await probe_server(sampler, PROMPT)).kind == kind
             if name == "min_p" and kind == "both":
                 with pytest.raises(BackendError, match="expected 0: it has no such setting"):
                     await sampler.sample(PROMPT, params)
@@ -608,7 +608,7 @@ def test_servers_of_other_makes(local, kind):
 
     async def test(url):
         async with sampler_at(url) as sampler:
-            report = await probe(sampler, PROMPT)
+            report = await probe_server(sampler, PROMPT)
             assert report.server == {
                 "vLLM behind a gateway": "vLLM of a version that it does not say",
                 "a gateway": "OpenAI-compatible server",

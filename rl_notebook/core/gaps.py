@@ -107,3 +107,8 @@ def rounding_of(logprobs: Sequence[Logprobs]) -> Rounding:
         key=lambda r: r.largest,
         default=rounding("float32"),
     )
+
+# %% ../../nbs/core/16_gaps.ipynb #a65f644c
+def in_nats(gap: float) -> str:
+    "A difference of logprobs as text."
+    return f"{gap:.2g} nats" if gap >= 1e-4 else "under 0.0001 nats"

@@ -61,6 +61,7 @@ PositiveShare = Annotated[Float, Field(gt=0, le=1)]  # 0 excluded
 
 # %% ../../nbs/core/07_validation.ipynb #d5ad5bee
 def check_text(value: Any) -> str:
+    "Return text, or a path as text; raises ValueError for other values and halves of surrogate pairs."
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(value, str) or re.search("[\ud800-\udfff]", value):
         raise ValueError("no text")
@@ -68,6 +69,7 @@ def check_text(value: Any) -> str:
 
 
 def check_filled_text(value: Any) -> str:
+    "Return text as `check_text` does; raises ValueError for blank text and text with NUL."
     value = check_text(value)
     if not value.strip() or "\0" in value:
         raise ValueError("blank, or with NUL")

@@ -198,7 +198,7 @@ async def _check_openai(cfg: Config, say: Callable[[str], Any]) -> list[Findings
 async def _check_weights(cfg: Config, sampler: Any, tokens: list[int]) -> list[Finding]:
     "Whether a server has the weights of the base model, where they are at hand, and takes a sequence whole."
     from rl_notebook.backends.local.trainer import open_local
-    from rl_notebook.backends.services.tinker import check_samples, check_length, toy_datum, within
+    from rl_notebook.backends.contract import check_length, check_samples, check_within, toy_datum
 
     rows = await check_samples(sampler, tokens)
     if not Path(model_source(cfg.base_model)).is_dir():
@@ -213,7 +213,7 @@ async def _check_weights(cfg: Config, sampler: Any, tokens: list[int]) -> list[F
     (ours,) = await policy.forward([toy_datum(tokens)])
     theirs = await sampler.logprobs(tokens)
     rows.append(
-        within(
+        check_within(
             "policy and sampler",
             float(np.abs(theirs.values - ours.values).mean()),
             0.2,
@@ -265,7 +265,7 @@ async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Findin
 async def _check_sampling(sampler: Sampler, tokenizer: Any, more: Any = None) -> list[Finding]:
     "The checks of a sampler next to its trainer; one that cannot be made is left open, by name."
     from rl_notebook.backends.services.openai import CHECK_TEXT
-    from rl_notebook.backends.services.tinker import check_endings, check_temperature, with_meanings
+    from rl_notebook.backends.contract import check_endings, check_temperature, with_fixes
 
     tokens = tokenizer.encode(CHECK_TEXT)
     rows = list[Finding]()
@@ -283,11 +283,12 @@ async def _check_sampling(sampler: Sampler, tokenizer: Any, more: Any = None) ->
             rows.append(
                 Finding(name, None if isinstance(error, BackendError) else False, str(error))
             )
-    return with_meanings(rows)
+    return with_fixes(rows)
 
 # %% ../../nbs/recipes/00_open.ipynb #87ba3a72
 async def _check_tinker(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
-    from rl_notebook.backends.services.tinker import check_contract, open_tinker, toy_tokens
+    from rl_notebook.backends.contract import check_contract, toy_tokens
+    from rl_notebook.backends.services.tinker import open_tinker
 
     async with await open_tinker(**tinker_options(cfg), conformance="off", say=say) as backend:
         roles = backend.policy, backend.sampler, toy_tokens(backend.tokenizer), backend.sync

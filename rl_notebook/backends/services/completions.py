@@ -5,7 +5,6 @@
 # %% ../../../nbs/backends/services/01_completions.ipynb #5be20fac
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 import secrets
@@ -14,7 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import httpx
 import numpy as np
 
 from ..base import Meter, check_known
@@ -23,7 +21,8 @@ from .wire import RESPONSE_ERRORS, HttpClient, Refused
 from .wire import Secret, one_line
 from ...core.align import completion_from_target, target_from_echo
 from ...core.findings import Finding, Findings
-from ...core.retries import Retries, together
+from ...core.gaps import in_nats
+from ...core.retries import together
 from rl_notebook.core.types import (
     AlignmentError,
     BackendError,
@@ -290,8 +289,8 @@ class OpenAISampler:
         *,
         dialect: str
         | Dialect
-        | None = None,  # a key of DIALECTS, or your own; None = vLLM's until `probe` has looked
-        kind: Kind = "unknown",  # what reported logprobs are; `probe` finds out
+        | None = None,  # a key of DIALECTS, or your own; None = vLLM's until `probe_server` has looked
+        kind: Kind = "unknown",  # what reported logprobs are; `probe_server` finds out
         max_seq_len: int | None = None,  # longest prompt plus completion, if known
         vocab_size: int | None = None,  # tokens that the model knows, if known
         meter: Meter | None = None,  # counts tokens
@@ -313,7 +312,7 @@ class OpenAISampler:
         self.vocab_size = vocab_size
         self.meter = meter or Meter()
         self.policy_version = 0  # of the weights that the server has
-        self.report: ServerReport | None = None  # what `probe` found
+        self.report: ServerReport | None = None  # what `probe_server` found
 
     def at_most(self, completions: int) -> None:
         "Never have more requests in flight."
@@ -426,11 +425,6 @@ class OpenAISampler:
         "Close the connections; later calls are rejected."
         await self.wire.close()
 
-# %% ../../../nbs/backends/services/01_completions.ipynb #a65f644c
-def nats(gap: float) -> str:
-    "A difference of logprobs as text."
-    return f"{gap:.2g} nats" if gap >= 1e-4 else "under 0.0001 nats"
-
 # %% ../../../nbs/backends/services/01_completions.ipynb #a6e64e97
 @dataclass(frozen=True)
 class ServerReport:
@@ -452,7 +446,7 @@ class ServerReport:
             "raw": "Sample at temperature 1, or start vLLM with --logprobs-mode processed_logprobs.",
             "unknown": "Sample at temperature 1 without cut-offs: elsewhere ratios to the sampling distribution are not known.",
         }
-        scored = f"{nats(self.gap)} from those reported when sampled"
+        scored = f"{in_nats(self.gap)} from those reported when sampled"
         needed = ""
         if not self.prompt_logprobs:
             scored = "none"
@@ -535,7 +529,9 @@ async def _describe(sampler: OpenAISampler) -> int | None:
     return next((n for n in longest if isinstance(n, int) and n > 0), None)
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #0d78618c
-async def probe(sampler: OpenAISampler, prompt: Sequence[int], max_tokens: int = 8) -> ServerReport:
+async def probe_server(
+    sampler: OpenAISampler, prompt: Sequence[int], max_tokens: int = 8
+) -> ServerReport:
     "Find out with a dozen ids or so what a server does; the sampler is set accordingly. Raises `BackendError`."
     longest = await _describe(sampler)
     sampler.max_seq_len = sampler.max_seq_len or longest

@@ -60,7 +60,7 @@ from rl_notebook.backends.services.link import (
     sdk_classes,
 )
 from .link import snapshot_remotely
-from .tinker import check_contract, probe_seed, toy_tokens
+from ..contract import check_contract, probe_seed, toy_tokens
 from rl_notebook.config.config import (
     Config,
     DeployConfig,

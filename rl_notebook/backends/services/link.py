@@ -608,7 +608,8 @@ class ServiceTrainer:
         self.meter = meter or Meter()
         self.journal = Journal()
         self.pending = list[Pass]()
-        self.encoding = ENCODINGS[0]
+        self.encodings = ENCODINGS  # forms of derivatives that the contract tries, in this order
+        self.encoding = self.encodings[0]
         self.tag = secrets.token_hex(2)
         self.numbers = itertools.count(1)
         self.states: dict[str, str] = {}  # label: path of the newest state under it

@@ -23,7 +23,7 @@ from torch import nn
 from ..base import Backend, Capabilities, Endpoint, SyncReport
 from ..local.loading import write_weights
 from ..local.trainer import LocalTrainer, open_local
-from .completions import Dialect, OpenAISampler, probe
+from .completions import Dialect, OpenAISampler, probe_server
 from .wire import Refused, Secret, HttpClient
 from ...core.findings import Finding, Findings
 from ...core.retries import AdaptiveLimit, AskAgain, Retries
@@ -203,7 +203,10 @@ async def gap_served(sync: VLLMSync) -> float:
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #5273f48a
 async def check_served(sync: VLLMSync, version: int, expected: np.ndarray) -> None:
-    "Compare server and trainer; raises `BackendError` with the likely cause, by how far the server's logprobs moved."
+    """Compare server and trainer on the check tokens; raises `BackendError` with the likely cause.
+
+    This sync audits itself, because a server may lose its weights between two syncs and has to load them again.
+    The loop's own probe leaves a sync with `reports` alone."""
     before = sync.seen
     old = sync.expected
     sync.expected = expected
@@ -343,7 +346,7 @@ async def open_openai(
         if transport is None and dialect in (None, "vllm"):
             await check_not_paused(sampler.wire, ours=sync == "vllm")
         words = tokenizer.encode(CHECK_TEXT)[: (sampler.max_seq_len or 512) // 2]
-        sampler.report = await probe(sampler, words)
+        sampler.report = await probe_server(sampler, words)
         if sync == "vllm":
             where = Path(folder or own or "")
             sender = VLLMSync(
@@ -373,7 +376,7 @@ async def check_openai(sampler: OpenAISampler) -> list[Findings]:
     name = "completions of ids"
     try:
         await check_not_paused(sampler.wire, ours=False)
-        facts = (await probe(sampler, sampler.tokenizer.encode(CHECK_TEXT))).findings
+        facts = (await probe_server(sampler, sampler.tokenizer.encode(CHECK_TEXT))).findings
         row = Finding(name, True, "ids, with a logprob each")
     except RLNotebookError as reason:
         meaning = "Nothing can be trained on text alone, or on ids without logprobs."

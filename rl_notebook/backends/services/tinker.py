@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import threading
 import warnings
@@ -25,15 +24,12 @@ from rl_notebook.backends.base import (
     Backend,
     Capabilities,
     Meter,
-    Sampler,
-    Scorer,
-    WeightSync,
     check_known,
 )
 from ..local.engine import check_tokens
 from ..local.worker import Worker
 from ...task.chat import turn_ends
-from .completions import nats, request_seed
+from .completions import request_seed
 from .wire import Secret, key_from_env
 from rl_notebook.backends.services.link import (
     ENCODINGS,
@@ -52,7 +48,6 @@ from rl_notebook.backends.services.link import (
     is_lost,
 )
 from rl_notebook.backends.services.link import (
-    label_of,
     load_into,
     open_tokenizer,
     read_logprobs,
@@ -60,18 +55,16 @@ from rl_notebook.backends.services.link import (
 )
 from .link import sdk_classes, sdk_datum, status_of
 from rl_notebook.core.types import (
-    AdamParams,
-    AlignmentError,
     BackendError,
     ConfigError,
     Completion,
-    Datum,
     Logprobs,
 )
-from ...core.types import LossError, SampleParams, needs
+from ...core.types import SampleParams, needs
 from ...core.builtin import BUILTIN_LOSSES
-from ...core.losses import LossOptions
-from ...core.findings import Finding, Findings, texts_of_checks
+from ...core.findings import Finding, Findings
+from ...core.gaps import in_nats
+from ..contract import check_contract, probe_seed, toy_datum, toy_tokens
 from ...core.retries import with_retries
 
 # %% auto #0
@@ -500,45 +493,6 @@ class TinkerSync:
         sampler.policy_version = self.trainer.versions.publish()
         return sampler.policy_version
 
-# %% ../../../nbs/backends/services/04_tinker.ipynb #a22ba2d0
-def toy_tokens(tokenizer: Any, count: int = 6) -> list[int]:
-    "A few ids that the model knows."
-    ids = [
-        int(t)
-        for t in tokenizer.encode("one two three four five six seven", add_special_tokens=False)
-    ]
-    return (ids * count)[:count]
-
-
-def toy_datum(tokens: Sequence[int], trained: int | None = None) -> Datum:
-    "A datum that trains the last few positions; None = all of them."
-    weights = np.ones(len(tokens) - 1)
-    weights[: 0 if trained is None else -trained] = 0
-    return Datum(np.array(tokens), weights)
-
-# %% ../../../nbs/backends/services/04_tinker.ipynb #5f078af3
-def within(name: str, gap: float, least: float, suffix: str = "") -> Finding:
-    "Whether logprobs that should be one differ by less than `least` nats."
-    return Finding(name, bool(gap < least), nats(gap) + suffix, f"less than {least:g}")
-
-
-def with_meanings(rows: Sequence[Finding]) -> list[Finding]:
-    "With what each means for training where it does not hold."
-    means = texts_of_checks()
-    return [replace(f, fix=means[f.name][1]) for f in rows]
-
-
-def about(
-    name: str, ratio: float, expected: float, of: str = "of the step", bound: float = 0.15
-) -> Finding:
-    "Whether a change is the share of another that it should be, up to rounding."
-    return Finding(
-        name,
-        bool(abs(ratio - expected) < bound),
-        f"{ratio:.3g} {of}",
-        f"{expected:.3g} ± {bound:g}",
-    )
-
 # %% ../../../nbs/backends/services/04_tinker.ipynb #afba6af6
 def probe_prompt_positions(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
     "Whether the policy also scores positions of weight 0."
@@ -560,22 +514,7 @@ def probe_prompt_positions(trainer: ServiceTrainer, tokens: list[int]) -> Findin
         if gap < 1e-3
         else "Only positions of the loss are scored."
     )
-    return Finding("policy scores weight 0", gap < 1e-3, nats(gap), "the same logprobs", meaning)
-
-# %% ../../../nbs/backends/services/04_tinker.ipynb #a4c4e060
-async def probe_seed(sampler: Sampler, tokens: list[int], temperature: float = 1.0) -> Finding:
-    "Whether the same seed samples the same tokens; where it is hot, chance would not."
-    params = SampleParams(n=2, max_tokens=8, seed=11, temperature=temperature)
-    runs = [[c.tokens.tolist() for c in await sampler.sample(tokens, params)] for _ in range(2)]
-    same = runs[0] == runs[1]
-    meaning = "Runs repeat." if same else "Undo and resume sample other tokens than before."
-    return Finding(
-        "seed",
-        same,
-        "the same tokens twice" if same else "other tokens",
-        "the same tokens",
-        meaning,
-    )
+    return Finding("policy scores weight 0", gap < 1e-3, in_nats(gap), "the same logprobs", meaning)
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #8aeda0b4
 async def probe_temperature(sampler: TinkerSampler, tokens: list[int]) -> Finding:
@@ -598,7 +537,11 @@ async def probe_temperature(sampler: TinkerSampler, tokens: list[int]) -> Findin
         "" if sampler.raw_always else "Completions at other temperatures are scored once more."
     )
     return Finding(
-        name, sampler.raw_always, f"{nats(gap)} from the prompt logprobs", "less than 0.02", meaning
+        name,
+        sampler.raw_always,
+        f"{in_nats(gap)} from the prompt logprobs",
+        "less than 0.02",
+        meaning,
     )
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #bf0d16eb
@@ -614,10 +557,10 @@ def known_length(session: Session, base_model: str) -> int | None:
     return lengths.get(base_model) or (next(iter(lengths.values())) if len(lengths) == 1 else None)
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #f22abd01
-async def probe(
+async def probe_service(
     trainer: ServiceTrainer, sampler: TinkerSampler, session: Session, tokens: list[int]
 ) -> Findings:
-    "What a service can do."
+    "Ask a service what it can do."
     longest = sampler.limits.max_seq_len
     rows = [
         await trainer.run(probe_prompt_positions, trainer, tokens),
@@ -626,384 +569,6 @@ async def probe(
     rows.append(await probe_temperature(sampler, tokens))
     rows.append(Finding("max_seq_len", longest is not None or None, f"{longest or 'unknown'}"))
     return Findings(rows, f"what the service can do (tinker {session.sdk.version})")
-
-# %% ../../../nbs/backends/services/04_tinker.ipynb #18ae0471
-async def check_scores(trainer: Scorer, tokens: list[int]) -> list[Finding]:
-    "What belongs to which token: another last token, tokens that are missing, weights of zero, other sequences."
-    other = [*tokens[:-1], next(t for t in tokens if t != tokens[-1])]
-    toys = [
-        toy_datum(tokens),
-        toy_datum(other),
-        toy_datum(tokens[:-2]),
-        toy_datum(tokens, 1),
-        toy_datum(tokens),
-    ]
-    whole, last, shorter, masked, again = (lp.values for lp in await trainer.forward(toys))
-    alone = (await trainer.forward(toys[:1]))[0].values
-    changed = np.flatnonzero(np.abs(whole - last) > 1e-3).tolist()
-    last_one = len(tokens) - 2
-    return [
-        Finding(
-            "shift",
-            changed == [last_one],
-            f"positions {changed} changed",
-            f"position {last_one} alone",
-        ),
-        within("prefix", float(np.abs(whole[: len(shorter)] - shorter).max()), 0.05),
-        within("mask", abs(float(whole[-1] - masked[-1])), 0.05),
-        within("alone and in a batch", float(np.abs([whole - alone, again - alone]).max()), 0.05),
-    ]
-
-# %% ../../../nbs/backends/services/04_tinker.ipynb #0b664b0c
-EPSILON = 1e4  # of Adam in the checks: far above any gradient
-
-
-VISIBLE = 0.1  # nats that a step should move a logprob
-
-
-@dataclass(frozen=True)
-class Toy:
-    "A trainer, a saved state, and the logprobs of a toy sequence there."
-
-    trainer: Any  # a `Trainer`
-    start: str  # path
-    tokens: list[int]
-    logprobs: np.ndarray  # (N-1,)
-
-# %% ../../../nbs/backends/services/04_tinker.ipynb #950eb059
-def plain_descent(h: float) -> AdamParams:
-    "Adam whose first step is -h times the gradient."
-    return AdamParams(
-        learning_rate=h * EPSILON, beta1=0.9, beta2=0.999, eps=EPSILON, weight_decay=0.0
-    )
-
-
-async def perturb(
-    toy: Toy,
-    dlogprob: float,
-    h: float,
-    trained: int | None = 1,
-    copies: int = 1,
-    calls: int = 1,
-    end: int = 6,
-) -> tuple[np.ndarray, dict[str, float]]:
-    """How far a first step moves each logprob, (N-1,), and the metrics of the step.
-
-    The derivative is at the last logprob of tokens[:end], of `copies` in each of the calls."""
-    trainer = toy.trainer
-    datum = toy_datum(toy.tokens[:end], trained)
-    await trainer.load_state(toy.start, optimizer=False)
-
-    def along(datums, logprobs):
-        return (dlogprob * sum(series[-1] for series in logprobs), {})
-
-    for _ in range(calls):
-        await trainer.forward_backward_custom([datum] * copies, along)
-    metrics = await trainer.optim_step(plain_descent(h))
-    return (await trainer.forward([toy_datum(toy.tokens)]))[0].values - toy.logprobs, metrics
-
-# %% ../../../nbs/backends/services/04_tinker.ipynb #4e994e31
-async def visible_step(toy: Toy) -> tuple[float, np.ndarray, dict[str, float]]:
-    "A step size that moves the last logprob by about `VISIBLE`, and what it did."
-    h = 1e-4
-    (change, metrics) = await perturb(toy, -1.0, 1e-4)
-    for _ in range(6):
-        if VISIBLE / 2 <= abs(change[-1]) <= 2 * VISIBLE:
-            break
-        h *= float(np.clip(VISIBLE / max(abs(change[-1]), 1e-9), 0.01, 100.0))
-        change, metrics = await perturb(toy, -1.0, h)
-    return h, change, metrics
-
-# %% ../../../nbs/backends/services/04_tinker.ipynb #9ba100cc
-# dL/dlogprob, share of the step, options of `perturb`
-WAYS: dict[str, tuple[float, float, dict[str, Any]]] = {
-    "twice the derivative": (-2.0, 0.5, {}),
-    "two sequences": (-0.5, 1.0, {"copies": 2}),
-    "idle positions": (-1.0, 1.0, {"trained": None}),
-    "two calls": (-0.5, 1.0, {"calls": 2}),
-}
-
-
-async def check_gradient(toy: Toy) -> list[Finding]:
-    "Sign, scale and place of a gradient, and the forward pass inside of a backward pass."
-    h, change, metrics = await visible_step(toy)
-    once = change[-1]
-    back = (await perturb(toy, 1.0, h))[0][-1]
-    signed = bool(once > VISIBLE / 4 and back < -VISIBLE / 4)
-    got = f"{once:+.2g} and {back:+.2g} nats"
-    rows = [Finding("gradient sign", signed, got, "up for derivative -1, down for derivative +1")]
-    for name, (dlogprob, share, more) in WAYS.items():
-        moved = (await perturb(toy, dlogprob, h * share, **more))[0]
-        rows.append(about(name, moved[-1] / (once or math.nan), 1))
-    there = change[-2]
-    here = (await perturb(toy, -1.0, h, end=-1))[0][-1]
-    far = max(abs(there), abs(here), VISIBLE) / 4
-    got = f"{there:+.2g} and {here:+.2g} nats"
-    rows.append(
-        Finding("one position moves another", bool(abs(there - here) < far), got, "one number")
-    )
-    rows.append(within("forward inside backward", metrics.get("forward_gap", 0.0), 0.05))
-    if norm := metrics.get("grad_norm"):
-        ratio = once / (h * norm**2)
-        bounds = "0.6 to 1.6"
-        rows.append(
-            Finding(
-                "size of a step",
-                bool(0.6 < ratio < 1.6) or None,
-                f"{ratio:.3g} of rate × norm²",
-                bounds,
-            )
-        )
-    return rows
-
-# %% ../../../nbs/backends/services/04_tinker.ipynb #02a87a60
-async def find_encoding(toy: Toy) -> list[Finding]:
-    "The checks of the gradient under the first encoding that passes them; those of the first one if none does."
-    tried: dict[str, list[Finding]] = {}
-    if not isinstance(toy.trainer, ServiceTrainer):
-        return await check_gradient(toy)
-    for encoding in ENCODINGS:
-        toy.trainer.encoding = encoding
-        try:
-            rows = await check_gradient(toy)
-        except BackendError as error:
-            rows = [Finding("gradient sign", False, str(error), "a step")]
-        tried[encoding.name] = rows
-        if all(row.ok is not False for row in rows):
-            return [Finding("derivatives travel as", True, encoding.name), *rows]
-        if all(row.ok is not False for row in rows[1:]):
-            break  # the size is right: another encoding would not turn the sign
-    toy.trainer.encoding = ENCODINGS[0]
-    return tried[ENCODINGS[0].name]
-
-# %% ../../../nbs/backends/services/04_tinker.ipynb #12c3f032
-async def check_optimizer(toy: Toy, h: float) -> list[Finding]:
-    "What is left of a step in the next one, with a gradient of zero; and again, from a state between the two."
-    trainer = toy.trainer
-    datum = toy_datum(toy.tokens, 1)
-    seen = list[float]()
-    first = (await perturb(toy, -1.0, h))[0][-1]
-    between = await trainer.save_state("between")
-    for _ in range(2):
-        await trainer.forward_backward_custom(
-            [datum], lambda datums, logprobs: (0.0 * logprobs[0][-1], {})
-        )
-        await trainer.optim_step(plain_descent(h))
-        seen.append(
-            float((await trainer.forward([datum]))[0].values[-1] - toy.logprobs[-1] - first)
-        )
-        await trainer.load_state(between)
-    momentum = about("momentum", seen[0] / (first or math.nan), 0.474, "of the step before", 0.1)
-    return [momentum, within("optimizer in a state", abs(seen[1] - seen[0]), VISIBLE / 2)]
-
-# %% ../../../nbs/backends/services/04_tinker.ipynb #aca043a2
-async def check_samples(sampler: Sampler, tokens: list[int]) -> list[Finding]:
-    "Whether completions are as long as they have to be, with their last token, and have the logprobs of scored ones."
-    asked = SampleParams(n=4, max_tokens=4, seed=3)
-    completions = [c for c in await sampler.sample(tokens[:-2], asked) if len(c.tokens)]
-    scored = [
-        (await sampler.logprobs(c.full_tokens)).values[len(tokens) - 3 :] for c in completions
-    ]
-    gap = max(
-        [float(np.abs(c.logprobs - s).mean()) for c, s in zip(completions, scored, strict=True)],
-        default=math.nan,
-    )
-    if any(
-        len(c.tokens) > 4 or (len(c.tokens) < 4 and c.finish_reason == "length")
-        for c in completions
-    ):
-        gap = math.inf
-    stops = tuple({int(c.tokens[0]) for c in completions})
-    known = {
-        *stops,
-        *turn_ends(getattr(sampler, "tokenizer", None)),
-        *(int(c.tokens[-1]) for c in completions),
-    }
-    ended = await sampler.sample(tokens[:-2], replace(asked, stop_token_ids=stops))
-    kept = sum(
-        c.finish_reason != "stop" or not known.isdisjoint(c.tokens[-1:].tolist()) for c in ended
-    )
-    whole = Finding("the end is part of it", kept == len(ended), f"{kept} of {len(ended)}", "all")
-    spread = np.ptp([(await sampler.logprobs(tokens)).values for _ in range(6)], axis=0).mean()
-    same = within("scored again", float(spread), 0.05, " on average")
-    return [within("sampled and scored", gap, 0.05, " on average"), whole, same]
-
-# %% ../../../nbs/backends/services/04_tinker.ipynb #21d6b273
-LONGEST = 8192  # tokens that are tried; a longer context is not
-
-
-async def check_length(
-    policy: Scorer, sampler: Sampler, tokens: list[int], longest: int
-) -> Finding:
-    "Whether policy and sampler take a sequence of the stated length, whole, also where a token is sampled behind it."
-    whole = (tokens * (longest // len(tokens) + 1))[: min(longest, LONGEST) - 1]
-    try:
-        scored = await policy.forward([toy_datum(whole)])
-        theirs = await sampler.logprobs(whole)
-        (c,) = await sampler.sample(whole[:-1], SampleParams(max_tokens=1, seed=3))
-        behind = (await sampler.logprobs(c.full_tokens)).values[len(whole) - 2 :] - c.logprobs
-    except (BackendError, AlignmentError) as error:
-        return Finding("longest sequence", False, str(error), f"{len(whole)} tokens")
-    gap = max(float(np.abs(series).mean()) for series in (theirs.values - scored[0].values, behind))
-    return within("longest sequence", gap, 0.2, f" on average, of {len(whole)} tokens")
-
-
-async def check_losses(toy: Toy, h: float, names: Sequence[str]) -> Finding:
-    "Whether the service's own losses have the value and the step that they have here, one of two sequences clipped."
-    once = (await perturb(toy, -1.0, h))[0][-1]
-    off = list[str]()
-    anchors = [toy.logprobs - np.log(ratio) for ratio in (0.9, 1.35)]
-    datums = [
-        replace(toy_datum(toy.tokens, 1), advantage=1.0, old_logprobs=a, sampler_logprobs=a)
-        for a in anchors
-    ]
-    for name in names:
-        await toy.trainer.load_state(toy.start, optimizer=False)
-        try:
-            out = await toy.trainer.forward_backward_builtin(
-                datums, LossOptions(name, aggregation="sum")
-            )
-            await toy.trainer.optim_step(plain_descent(h / 2))
-            moved = (await toy.trainer.forward(datums[:1]))[0].values[-1] - toy.logprobs[-1]
-            expected = -0.5 * once * sum(d[-1] for d in out.dlogprobs)
-            if abs(moved - expected) > 0.25 * max(abs(expected), VISIBLE):
-                off.append(f"{name}: {moved:+.2g} nats for {expected:+.2g}")
-        except (BackendError, LossError) as error:
-            off.append(f"{name}: {error}")
-    return Finding("its own losses", not off, "; ".join(off or names), "value and step as here")
-
-# %% ../../../nbs/backends/services/04_tinker.ipynb #b85fb5f5
-async def check_endings(tokenizer: Any, sampler: Sampler, tokens: list[int]) -> list[Finding]:
-    "Whether completions, a few long ones and some that are cut, end as they say and have the text of their tokens."
-    asked = SampleParams(n=6, max_tokens=32, seed=3)
-    odd = list[str]()
-    other = list[str]()
-    ends = turn_ends(tokenizer)
-    says = partial(tokenizer.decode, skip_special_tokens=True)
-    for c in [
-        c for most in (32, 4) for c in await sampler.sample(tokens, replace(asked, max_tokens=most))
-    ]:
-        ids = c.tokens.tolist()
-        most = c.params.max_tokens
-        stopped = c.finish_reason == "stop"
-        right = (
-            not {*tokenizer.all_special_ids, *ends}.isdisjoint(ids[-1:])
-            if stopped
-            else len(ids) == most
-        )
-        if not right or len(ids) > most or not ends.isdisjoint(ids[:-1]):
-            odd.append(f"{len(ids)} tokens of {most}, the last {ids[-1:]}, {c.finish_reason!r}")
-        # some drop a space in front
-        own = [says(ids), says(c.full_tokens).removeprefix(says(c.prompt_tokens))]
-        if c.text.rstrip("\ufffd") not in [text.rstrip("\ufffd") for text in own]:
-            other.append(f"{c.text!r} for {own[0]!r}")
-    details = ["; ".join(bad[:1]) or "as it should be" for bad in (odd, other)]
-    return [
-        Finding("how it ended", not odd, details[0], "as asked"),
-        Finding("text", not other, details[1], "of the ids"),
-    ]
-
-# %% ../../../nbs/backends/services/04_tinker.ipynb #c2413573
-async def check_temperature(sampler: Sampler, tokens: list[int]) -> list[Finding]:
-    "Whether the likeliest token is sampled at temperature 0, and at 2 none of the odds of temperature 1."
-    asked = [
-        SampleParams(n=n, max_tokens=1, temperature=t, seed=5) for n, t in ((128, 2.0), (8, 0.0))
-    ]
-    hot, cold = [
-        [c for c in await sampler.sample(tokens, params) if len(c.tokens)] for params in asked
-    ]
-    logprob_of = {int(c.tokens[0]): float(c.logprobs[0]) for c in [*hot, *cold]}
-    other = sum(logprob_of[int(c.tokens[0])] < max(logprob_of.values()) - 0.05 for c in cold)
-    gain = sum(c.logprobs[0] for c in hot) / 2 + len(hot) * np.logaddexp.reduce(
-        np.array([*logprob_of.values()]) / 2
-    )
-    text = f"at 0, {other} of {len(cold)} were not the likeliest; at 2, {gain:+.0f} nats in favour of temperature 1"
-    return [
-        Finding(
-            "temperature",
-            bool(not other and gain < 9.2),
-            text,
-            "0, and less than 9.2: 1 in 10,000 by chance",
-        )
-    ]
-
-# %% ../../../nbs/backends/services/04_tinker.ipynb #fd51a242
-async def check_sync(toy: Toy, sampler: Sampler, sync: WeightSync, h: float) -> list[Finding]:
-    "Two syncs, of which the second brings something new, and what they change."
-
-    def scored():
-        return toy.trainer.forward([toy_datum(toy.tokens)])
-
-    rows = list[Finding]()
-    changed = 0.0
-    for name, share in (("first sync", 0.0), ("second sync", 4.0)):
-        await perturb(toy, -1.0, h * share)
-        (before,) = await scored()
-        early = await sampler.logprobs(toy.tokens)
-        await sync(await toy.trainer.save_weights_for_sampler(label_of(name)))
-        (after,) = await scored()
-        late = [(await sampler.logprobs(toy.tokens)).values[-1] for _ in range(4)]
-        changed = max(changed, float(np.abs(after.values - before.values).max()))
-        rows.append(
-            within(name, float(np.abs(np.array(late) - after.values[-1]).max()), VISIBLE / 2)
-        )
-    rows.append(
-        within("sampler before a sync", abs(early.values[-1] - toy.logprobs[-1]), VISIBLE / 2)
-    )
-    completions = await sampler.sample(toy.tokens[:-2], SampleParams(n=4, max_tokens=4, seed=3))
-    reported = [
-        (c.logprobs, toy_datum(c.full_tokens, len(c.tokens))) for c in completions if len(c.tokens)
-    ]
-    gaps = [
-        abs(s - (await toy.trainer.forward([d]))[0].values[-len(s) :]).mean() for s, d in reported
-    ]
-    rows.append(
-        within(
-            "samples after a sync", float(max(gaps, default=math.nan)), VISIBLE / 2, " on average"
-        )
-    )
-    return [*rows, within("trainer after a sync", changed, 0.02)]
-
-
-async def check_contract(
-    policy: Any,
-    sampler: Sampler,
-    tokens: list[int],
-    sync: WeightSync | None = None,
-    can: Capabilities | None = None,
-) -> Findings:
-    """What a run relies on: scores, gradients, steps, states, samples, syncs. The model is left as it was found.
-
-    With `can`, the limit and the losses that it says are tried."""
-    start = await policy.save_state("start")
-    datum = toy_datum(tokens)
-    toy = Toy(policy, start, tokens, (await policy.forward([datum]))[0].values)
-    rows = [*await check_scores(policy, tokens), *await find_encoding(toy)]
-    await policy.load_state(start)
-    moved = (await policy.forward([datum]))[0].values
-    rows.append(within("states", float(np.abs(moved - toy.logprobs).max()), 0.02))
-    try:
-        gap = float(np.abs((await sampler.logprobs(tokens)).values - toy.logprobs).mean())
-        rows += [
-            within("policy and sampler", gap, 0.2, " on average"),
-            *await check_samples(sampler, tokens),
-        ]
-    except BackendError as error:
-        rows.append(Finding("policy and sampler", None, str(error), "a logprob per token"))
-    if sync is not None:
-        h = (await visible_step(toy))[0]
-        if can is not None:
-            await policy.load_state(start)
-            rows += [
-                await check_length(policy, sampler, tokens, n)
-                for n in [can.max_seq_len]
-                if n is not None
-            ]
-            if can.builtin_losses:
-                rows += [await check_losses(toy, h, can.builtin_losses)]
-        rows += [*await check_optimizer(toy, 2 * h), *await check_sync(toy, sampler, sync, h)]
-        await policy.load_state(start)
-    return Findings(with_meanings(rows), "does the service do what we think?")
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #e2a38b7c
 @dataclass
@@ -1103,7 +668,7 @@ async def probe_and_verify(
     await trainer.open()
     tokens = toy_tokens(backend.tokenizer)
     if probing:
-        backend.probes = await probe(trainer, sampler, session, tokens)
+        backend.probes = await probe_service(trainer, sampler, session, tokens)
         backend.capabilities = replace(backend.capabilities, seed=bool(backend.probes["seed"].ok))
         if backend.capabilities.prompt_logprobs and not backend.probes["policy scores weight 0"].ok:
             raise BackendError(
