@@ -42,7 +42,7 @@ def site(sources: ModuleType) -> Any:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory, sources: ModuleType) -> Path:
+def site_folder(tmp_path_factory: pytest.TempPathFactory, sources: ModuleType) -> Path:
     target = tmp_path_factory.mktemp("site")
     sources.write_site(ROOT, target)
     return target
@@ -82,9 +82,9 @@ def test_the_sidebar_has_every_notebook_once(site: Any):
     ],
 )
 def test_titles_have_the_words_that_people_search(
-    site: Path, query: str, page: str, sources: ModuleType
+    site_folder: Path, query: str, page: str, sources: ModuleType
 ):
-    text = (site / page).read_text(encoding="utf-8")
+    text = (site_folder / page).read_text(encoding="utf-8")
     if page.endswith(".ipynb"):
         text = "\n".join(
             c.source
@@ -95,10 +95,10 @@ def test_titles_have_the_words_that_people_search(
     assert all(word in headings for word in query.split())
 
 
-def test_the_settings_page_has_every_setting_with_its_meaning(site: Path):
+def test_the_settings_page_has_every_setting_with_its_meaning(site_folder: Path):
     rows = re.findall(
         r"^\| \{setting\}`(\S+)` \| .+ \| (.+) \|$",
-        (site / "settings.md").read_text(),
+        (site_folder / "settings.md").read_text(),
         re.MULTILINE,
     )
     assert {name for name, _ in rows} == set(leaf_types(Config))
@@ -139,22 +139,24 @@ def test_a_name_is_linked_once_and_never_in_code_or_headings(sources: ModuleType
 
 
 def test_the_sidebar_begins_with_a_start_page_and_has_a_page_for_each_section(
-    site: Path, sources: ModuleType
+    site_folder: Path, sources: ModuleType
 ):
-    index = sources.nbformat.read(site / "index.ipynb", as_version=4).cells[-1].source
+    index = sources.nbformat.read(site_folder / "index.ipynb", as_version=4).cells[-1].source
     entries = re.findall(r"^(\S+\.(?:md|ipynb))$", index, re.MULTILINE)
     assert entries[0] == "start.md"
     assert [entry.split("/")[-1][:3] for entry in entries[1:5]] == ["101", "102", "103", "104"]
     assert len(entries) < 20
-    hubs = [(site / page).read_text() for page, _ in sources.HUBS.values()]
-    start = (site / "start.md").read_text()
+    hubs = [(site_folder / page).read_text() for page, _ in sources.HUBS.values()]
+    start = (site_folder / "start.md").read_text()
     assert all(
         f"](/{entry})" in start
         for entry in [*entries[1:5], *(page for page, _ in sources.HUBS.values())]
     )
     assert "make demo" in start
     assert "pip install ." in start
-    pages = {path.relative_to(site).as_posix() for path in site.rglob("*.ipynb")} - {"index.ipynb"}
+    pages = {path.relative_to(site_folder).as_posix() for path in site_folder.rglob("*.ipynb")} - {
+        "index.ipynb"
+    }
     assert [
         page
         for page in sorted(pages - {*entries})
@@ -162,14 +164,14 @@ def test_the_sidebar_begins_with_a_start_page_and_has_a_page_for_each_section(
     ] == []
 
 
-def test_every_public_name_is_on_a_page_of_signatures(site: Path, sources: ModuleType):
+def test_every_public_name_is_on_a_page_of_signatures(site_folder: Path, sources: ModuleType):
     names = sources.public_names(ROOT)
     assert len(names) > 100
-    assert [m for m in set(names.values()) if not (site / "api" / f"{m}.md").exists()] == []
+    assert [m for m in set(names.values()) if not (site_folder / "api" / f"{m}.md").exists()] == []
 
 
-def test_the_gallery_has_a_picture_below_each_title(site: Path, sources: ModuleType):
-    cells = sources.nbformat.read(site / "gallery.ipynb", as_version=4).cells
+def test_the_gallery_has_a_picture_below_each_title(site_folder: Path, sources: ModuleType):
+    cells = sources.nbformat.read(site_folder / "gallery.ipynb", as_version=4).cells
     titles = [c.source.splitlines()[0] for c in cells if c.source.startswith("### ")]
     assert titles == [
         f"### {title}" for wanted in sources.GALLERY.values() for title, _, _ in wanted
