@@ -292,7 +292,7 @@ def measured(
 
 @dataclass(frozen=True)
 class Overlap:
-    "A run next to the two that it is made of."
+    "A run, compared with the two that it combines."
 
     setting: Setting
     both: Timing
@@ -333,7 +333,7 @@ def timed(setting: Setting) -> Timing:
 
 
 def scheduled(setting: Setting) -> Overlap:
-    "One setting, and the two runs that it is made of."
+    "One setting, and the two runs that it combines."
     sampling = replace(setting, training=0.0)
     training = replace(setting, latency=0.0, spread=0.0)
     bound = None if setting.spread else least_period(setting)

@@ -5,7 +5,7 @@
 A slider is moved through all losses, KL weights, clips, corrections, aggregations and advantage scales. The time is
 that from the new value to the finished HTML: freezing is done before, everything else is in it (advantages, loss,
 gradient of the recorded and of the chosen settings, table, dots). The goal is 100 ms. The browser's share is not in it.
-Beside the time that passed stands the processor's, which is steadier when others use the machine.
+Next to the wall time is the processor's time, which is steadier when others use the machine.
 """
 
 from __future__ import annotations

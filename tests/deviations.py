@@ -20,7 +20,7 @@ RNG = np.random.default_rng(0)
 
 @dataclass(frozen=True)
 class Deviation:
-    "A function of the emulator, and what stands in its place."
+    "A function of the emulator, and its replacement."
 
     named: str  # the check that must not hold
     attribute: str

@@ -171,7 +171,7 @@ Rows = list[np.ndarray | None]  # one series per sample; None where nothing was 
 
 @dataclass(frozen=True)
 class Batch:
-    "One recorded loss call: what our datums and options are made of, and what came out."
+    "One recorded loss call: the inputs of our datums and options, and the result."
 
     tokens: list[list[int]]
     response: Rows  # 1 where the completion is, whatever the mask says
@@ -208,7 +208,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Ran:
-    "What our loss made of a batch."
+    "The result of our loss on a batch."
 
     loss: float
     grads: list[np.ndarray]
@@ -303,7 +303,7 @@ RULES: list[tuple[str, Callable[[Batch], bool]]] = [
 
 
 def refusal(case: Case, b: Batch, attempt: Callable[[Batch], Any] = run) -> Outcome | None:
-    "What comes of a call that we reject; None: there is something to compare."
+    "The outcome of a call that we reject; None if there is something to compare."
     names = [name for name, broken in RULES if broken(b)]
     if not names:
         assert not case.raises, "the other program rejects this, we do not"
@@ -999,7 +999,7 @@ def check_datum(d: Datum, recorded: Mapping[str, Any], tokens: int) -> None:
 
 @adapter("datum_from_tokens_weights")
 def datum_making(case: Case) -> Outcome:
-    "Shifting, weights, and truncation that says so."
+    "Shifting, weights, and truncation that is reported."
     x = case.inputs
     c = case.config
     e = case.expected
@@ -1061,7 +1061,7 @@ def served_series(b: Batch) -> list[dict[str, np.ndarray]]:
 
 @adapter("server_datums__517d206d", "server_datums__HEAD")
 def server_datums(case: Case) -> Outcome:
-    "The series that a service's own loss reads; the recorded advantages stand where a batch has its gradients."
+    "The series that a service's own loss reads; the recorded advantages are where a batch has its gradients."
     x = case.inputs
     e = case.expected
     if len(x["prompt_lens"]) != len(x["tokens"]):

@@ -141,7 +141,7 @@ def completion_of(case: Case, values: Sequence[float | None] | None) -> Completi
 
 
 def same_sample(ours: RolloutSample, recorded: Mapping[str, Any]) -> None:
-    "Tokens, mask, reward, and the series where the mask is 1; what stands elsewhere is 0 there, undefined here."
+    "Tokens, mask, reward, and the series where the mask is 1; elsewhere it is 0 there, undefined here."
     active = ours.loss_mask == 1
     assert ours.tokens.tolist() == recorded["tokens"]
     assert ours.loss_mask.tolist() == recorded["loss_mask"]
@@ -157,7 +157,7 @@ def same_sample(ours: RolloutSample, recorded: Mapping[str, Any]) -> None:
 def outcome_of(
     case: Case, make: Callable[[Sequence[float | None] | None], RolloutSample], recorded: Any
 ) -> Outcome:
-    "What comes of a completion: the recorded sample, or a refusal for a reason that can be named."
+    "The outcome of a completion: the recorded sample, or an error with a reason that can be named."
     x = case.inputs
     values = x["logprobs"]
     tokens = x["full_tokens"]
@@ -595,7 +595,7 @@ def mask_of_length(x: Mapping[str, Any], i: int) -> list[int]:
 
 
 def mask_of_weights(x: Mapping[str, Any], i: int) -> list[int]:
-    "The mask that is recorded, or everything behind the prompt; in recorded groups the two lengths may differ."
+    "The mask that is recorded, or everything after the prompt; in recorded groups the two lengths may differ."
     before = (x["prompt_lens"] or [x["prompt_len"]] * len(x["targets"]))[i] - 1
     return x["weights"][i] or [0] * before + [1] * (len(x["targets"][i]) - before)
 

@@ -1,4 +1,4 @@
-"What an HTML page is made of, for the tests of everything that renders one; and a tokenizer whose tokens are characters."
+"The elements of an HTML page, for the tests of everything that renders one; and a tokenizer whose tokens are characters."
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOID = ("meta", "img", "br", "wbr")
 
 
 class Page(HTMLParser):
-    "Elements, attributes and text of a page, as a browser would take them; `marks` stand where elements begin."
+    "Elements, attributes and text of a page, as a browser would take them; `marks` are where elements begin."
 
     def __init__(self, text: str, marks: Mapping[str, str] | None = None):
         super().__init__()

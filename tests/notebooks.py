@@ -1,6 +1,6 @@
 """Runs notebooks as `nbdev_test` does, several at a time, with a limit for each.
 
-One that takes longer ends the run with its name and with where it stood: `python tests/notebooks.py --n_workers 2`."""
+One that takes longer ends the run with its name and its place: `python tests/notebooks.py --n_workers 2`."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def policy_trainer(running: RunningEmulator, backend: Any) -> Any:
 
 
 def updates_and_weights(trainer: Any, model_id: str) -> tuple[int, dict[str, np.ndarray]]:
-    "Updates that a model in the emulator's memory has behind it, and its weights."
+    "The number of updates of a model in the emulator's memory, and its weights."
     state = trainer.memory.learners[model_id].state
     return state.steps, {name: p.detach().numpy().copy() for name, p in state.params.items()}
 

@@ -156,7 +156,7 @@ class Rows(RuleBasedStateMachine):
                 self.begin_training(task.result())
 
     def got_error(self, error: BaseException | None) -> bool:
-        "Whether a waiting task got an error; then it is the right one, and no row continues behind it."
+        "Whether a waiting task got an error; then it is the right one, and no row continues after it."
         if isinstance(error, PhaseError) and not self.broken:
             assert self.held, error
             assert not self.in_flight
@@ -168,7 +168,7 @@ class Rows(RuleBasedStateMachine):
             self.broken = False
             self.quiet = True
             assert not [*self.in_flight, *self.ready, *self.rejected], (
-                "a row continues behind an error"
+                "a row continues after an error"
             )
         return error is not None
 

@@ -1,4 +1,4 @@
-"""The asynchronous loop as a whole: what it trains, loses, takes back and leaves behind. On the shipped model, trained.
+"""The asynchronous loop as a whole: what it trains, loses, undoes and leaves behind. On the shipped model, trained.
 
 Rollouts take their time, at random or until a test lets them go, so that they come back in any order. What has to be
 so whatever the order is asserted, and nothing that depends on how fast this machine is.

@@ -1,7 +1,7 @@
 """Kill -9 at any point of an asynchronous run, resume, kill again: every row is trained once, and the run is whole.
 
 Each run is a process, forked from a server that has imported everything. Where one is killed is drawn from a
-seed: the n-th time that it comes to a place, before, inside or after what is done there, or after a while. Several
+seed: the n-th time that it reaches a place, before, inside or after the work there, or after some time. Several
 kills fall on the same run folder, one after the other. `RL_NOTEBOOK_KILLS=20 pytest tests/test_async_resume.py` makes
 twenty of them; `pytest -s` prints a table of what happened.
 """

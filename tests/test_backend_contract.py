@@ -1,4 +1,4 @@
-"What any backend must do, whatever it is made of. A new backend adds itself to `BACKENDS` and passes."
+"What every backend must do. A new backend adds itself to `BACKENDS` and passes."
 
 import asyncio
 import inspect

@@ -47,7 +47,7 @@ def toy(reward: Any = uneven) -> Problem:
 
 
 def run(cfg: Config, **options: Any) -> list[str]:
-    "Train quietly; returns what was said."
+    "Train quietly; returns the printed lines."
     lines: list[str] = []
     lines.append(str(main(cfg, say=lines.append, progress=False, **options)))
     return lines

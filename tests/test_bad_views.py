@@ -155,7 +155,7 @@ def no_completions() -> StepRecord:
 
 
 def hostile() -> StepRecord:
-    "Markup, terminal codes and marks of direction wherever a text may stand."
+    "Markup, terminal codes and marks of direction in every text."
     record = step_of(2, 4)
 
     def dress(s):
@@ -348,7 +348,7 @@ HOLE = rf"{re.escape(PLACE)}.*: got (nan|-inf) at target 9 \(token 10\), \d+ suc
 
 @dataclass(frozen=True)
 class Expected:
-    "What comes of a record: a text of the checks, who rejects it and why, and texts of others."
+    "The outcome of a record: a text of the checks, which views reject it and why, and texts of others."
 
     checks: str
     rejected_by: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Cancelled at any await of a step or an undo, a loop and its trainer still agree.
 
 Every await is tried twice: cancelled as soon as it waits, and when what it waits for is done but not yet noted. After
-each, the run continues and has to come to the weights of a run that was left alone, and so has what `undo` goes back to.
+each, the run continues and must reach the weights of an undisturbed run, and so must the step that `undo` returns to.
 """
 
 import asyncio

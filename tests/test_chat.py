@@ -379,7 +379,7 @@ FAMILIES = [
 @pytest.mark.skipif(TRL is None, reason="trl is in the extra `dev`")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
-    "Then, where earlier turns are kept, a conversation continues behind such a call, with a thought and without one."
+    "Then, where earlier turns are kept, a conversation continues after such a call, with a thought and without one."
     template = (Path(TRL.origin).parent / "chat_templates" / f"{family}.jinja").read_text()
     teller = build(template)
     question = {"role": "user", "content": "2+2?"}

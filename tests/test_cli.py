@@ -548,7 +548,7 @@ def test_a_second_export_says_what_to_do(demo, tmp_path, capsys):
 
 
 def test_a_reader_that_has_read_enough_ends_it_quietly() -> None:
-    "As `rl-notebook ... | head` does: what it says goes into a pipe that no one reads."
+    "As `rl-notebook ... | head` does: its output goes into a pipe that nothing reads."
     code = "import sys; from rl_notebook.cli import main; sys.exit(main(sys.argv[1:]))"
     reading, writing = os.pipe()
     os.close(reading)

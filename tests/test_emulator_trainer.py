@@ -43,7 +43,7 @@ def new_models() -> Models:
 
 
 class Running:
-    "A trainer behind a real HTTP server, in a thread."
+    "A trainer with a real HTTP server, in a thread."
 
     def __init__(self, folder: Path, middleware=lambda app: app, **options):
         self.trainer = EmulatedTrainer(

@@ -1,4 +1,4 @@
-"`import rl_notebook as rln`: what a researcher finds behind the dot, and what the import costs."
+"`import rl_notebook as rln`: the names that a researcher finds in it, and what the import costs."
 
 import ast
 import inspect

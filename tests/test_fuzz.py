@@ -56,7 +56,7 @@ def error_of(do: Callable[[], Any]) -> RLNotebookError | None:
 
 
 def check_parts(error: RLNotebookError) -> None:
-    "It says what; a text that every terminal takes, of bearable length."
+    "It has its parts, in a text that every terminal takes, of limited length."
     text = str(error)
     text.encode("utf-8")
     assert error.what, text

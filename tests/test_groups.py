@@ -1,6 +1,6 @@
 """Every row once, whatever happens to a loop: random walks over each policy by which prompt groups arrive.
 
-A walk runs steps, stops, goes phase by phase, takes steps back, has rollouts fail, is cancelled, and continues from a
+A walk runs steps, stops, runs phase by phase, undoes steps, has rollouts fail, is cancelled, and continues from a
 checkpoint. After each of these, the numbers in records, in the step in progress and pending are those of the rows
 that were taken, each once; and at the end of the data every row has been in one record.
 """

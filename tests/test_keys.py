@@ -31,7 +31,7 @@ VARIABLES = ("FIREWORKS_API_KEY", "TINKER_API_KEY", "OPENAI_API_KEY", "RL_NOTEBO
 
 
 def spellings(key: str) -> set[bytes]:
-    "A key as it may stand in a text: plain, quoted, escaped, in base64 at each of the three places of a triple."
+    "A key as it may appear in a text: plain, quoted, escaped, in base64 at each of the three places of a triple."
     plain = key.encode()
     spelled = {
         plain,

@@ -1,6 +1,6 @@
 """What a researcher reads when a script is wrong: eight scripts, each with one planted bug, and the displays they make.
 
-`SAID` names for each the display, the step and the words in which it must say so. The words were written before the
+`EXPECTED_WORDS` names for each the display, the step and the words in which it must say so. The words were written before the
 displays were read. Every display comes by itself, or by the one call that the display before names.
 """
 
@@ -23,7 +23,9 @@ LINE = "line of loop.run"
 XRAY = "sentence of the x-ray"
 DOCTOR = "doctor, from the record"
 PREFLIGHT = "pre-flight"
-SAID: tuple[tuple[str, str, int, str], ...] = (  # bug, display, step (0 = before the first), words
+EXPECTED_WORDS: tuple[
+    tuple[str, str, int, str], ...
+] = (  # bug, display, step (0 = before the first), words
     ("advantages_not_centred", XRAY, 1, r"(?i)advantages[^.]*(do not sum to 0|not centred)"),
     ("reward_reads_prompt", PREFLIGHT, 0, r"(?i)form[^\n]*every completion"),
     (
@@ -100,7 +102,7 @@ def case(bug: str, display: str, step: int, words: str) -> Any:
     return pytest.param(bug, display, step, words, id=f"{bug}, {display}")
 
 
-@pytest.mark.parametrize(("bug", "display", "step", "words"), [case(*s) for s in SAID])
+@pytest.mark.parametrize(("bug", "display", "step", "words"), [case(*s) for s in EXPECTED_WORDS])
 def test_the_bug_is_reported(bug: str, display: str, step: int, words: str) -> None:
     text = display_text(*trained_with_bug(bug), display, step)
     assert re.search(words, text), text
@@ -113,7 +115,7 @@ def test_without_the_bug_it_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> 
     )
     with contextlib.redirect_stdout(io.StringIO()) as out:
         loop = asyncio.run(script.train())
-    for bug, display, step, words in SAID:
+    for bug, display, step, words in EXPECTED_WORDS:
         if bug == "advantages_not_centred":
             text = display_text(loop, out.getvalue(), display, step)
             assert not re.search(words, text), text

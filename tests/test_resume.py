@@ -75,7 +75,7 @@ def run(
     resume: bool = False,
     kill: tuple[int, float] | None = None,
 ) -> str:
-    "Run to the end, or kill -9 n seconds after a step is recorded; returns what was said."
+    "Run to the end, or kill -9 n seconds after a step is recorded; returns the output."
     process = SERVER.Process(target=body, args=(settings, resume))
     process.start()
     if kill is not None:

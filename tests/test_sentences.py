@@ -1,4 +1,4 @@
-"""What a step says of itself when it goes wrong: each situation is made by running the loop wrongly.
+"""The sentence of a step that goes wrong: each situation is made by running the loop wrongly.
 
 `SITUATIONS` pairs a way to go wrong with words that the sentence must have and words that would be false. They were
 chosen before the sentences were.
@@ -119,7 +119,7 @@ class Careless:
 
 
 class Scheduled(Careless):
-    "A trainer whose own schedule of learning rates has come to its end."
+    "A trainer whose own schedule of learning rates has ended."
 
     async def forward_backward_custom(self, datums: Any, loss_fn: Any) -> LossOutput:
         return await self.inner.forward_backward_custom(datums, loss_fn)

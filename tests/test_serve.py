@@ -152,7 +152,7 @@ async def play_turns(rollout: Any, turns: int, **more: Any) -> list[Any]:
 
 
 def check_exact(samples: Any, completions: Any) -> None:
-    "Every sampled token is sampled in exactly one place, with its logprobs, behind the tokens that it was sampled from."
+    "Every sampled token is sampled in exactly one place, with its logprobs, after the tokens that it was sampled from."
     left = {id(c): c for c in completions}
     for sample in samples:
         for first, end in sample.turns:

@@ -1,4 +1,4 @@
-"A run on a service that drops, rejects, stalls and forgets comes to the same weights as one on a calm service."
+"A run on a service that drops, rejects, stalls and forgets reaches the same weights as one on a service without faults."
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"A run's own chat template, and what it tells the template: every prompt and every turn is rendered so."
+"The chat template of a run, and its arguments: every prompt and every turn is rendered so."
 
 import asyncio
 import copy
@@ -181,7 +181,7 @@ FORMS = {  # what a template opens: rewards of three completions
 
 @pytest.mark.parametrize("opens", FORMS)
 def test_form_is_judged_with_what_the_prompt_opened(backend, opens, tmp_path):
-    "A function of the user gets the completion, and `opened` where it asks for it; answers are read behind a tag, too."
+    "A function of the user gets the completion, and `opened` where it asks for it; answers are read after a tag, too."
     texts, right = FORMS[opens]
     turn = "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
     begun = "{% if add_generation_prompt %}<|assistant|>" + opens + "{% endif %}"

@@ -209,7 +209,7 @@ def load_weights(loop):
 
 
 async def loop_with_changes(changes=None, **settings):
-    "A loop with one step behind it and a batch in hand, for which settings were changed."
+    "A loop with one finished step and a batch in hand, for which settings were changed."
     loop = make_loop(reward=LENGTH, **settings)
     await loop.step()
     loop.cfg = replace(loop.cfg, **changes or {})

@@ -165,7 +165,7 @@ def test_series_that_do_not_fit_are_rejected():
 
 
 def verdict(source: StepRecord | list[Datum], **options) -> dict[str, str]:
-    "What stands above the inspector."
+    "The text above the inspector."
     return inspect_tokens(source, **options).overview["verdict"]
 
 

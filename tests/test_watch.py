@@ -1,4 +1,4 @@
-"TRL's own trainer, recorded: what stands in the run folder is what TRL used, and training is the same."
+"TRL's own trainer, recorded: the run folder has what TRL used, and training is the same."
 
 import ast
 import dataclasses

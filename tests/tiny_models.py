@@ -41,7 +41,7 @@ def uneven(text: str) -> float:
 
 
 def always(value: float) -> Callable[[str], float]:
-    "A reward that tells nothing."
+    "A reward without signal."
     return lambda text: value
 
 

@@ -1,4 +1,4 @@
-"A training service of a hundred lines: a table of bigrams behind an SDK-shaped client, made to fail anywhere."
+"A training service of a hundred lines: a table of bigrams with a client like the SDK's, made to fail anywhere."
 
 from concurrent.futures import Future
 from types import SimpleNamespace

@@ -18,7 +18,7 @@ OURS |= {"advantages": "advantages", "loss_mask": "loss_mask"}
 
 
 def sample_of(inputs, number):
-    "One sequence of `LossInputs`; ids and groups are not in it: positions and a number stand for them."
+    "One sequence of `LossInputs`; ids and groups are not in it: positions and a number take their place."
     series = {ours: getattr(inputs, name, None) for name, ours in OURS.items()}
     series = {
         name: values.detach().float().cpu().numpy()

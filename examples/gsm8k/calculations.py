@@ -67,7 +67,7 @@ def calculations(text: str, answer: str) -> float:  # 0 to 1
 
 
 def with_calculator(text: str, answer: str) -> float:  # 0 or 1
-    "Whether the last calculation comes to the answer if a calculator works out all of them."
+    "Whether the last calculation gives the answer if a calculator works out all of them."
     computed = results(text)
     return float(
         bool(computed) and bool(numeric_equal(computed[-1][0], final_answer(answer), CENT))

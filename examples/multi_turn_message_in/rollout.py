@@ -1,4 +1,4 @@
-"""A rollout of several turns: answer, hear that it was wrong, try again, until it is right or the turns are used up.
+"""A rollout of several turns: answer, be told that it is wrong, try again, until it is right or the turns are used up.
 
 Rows hold OpenAI-style messages. Only what is appended is encoded; what the policy said stays the tokens that it sampled,
 and these alone are trained on. All turns share one reward, so an answer that is right at once beats a lucky third.

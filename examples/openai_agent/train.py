@@ -56,7 +56,7 @@ def calls_in(text: str) -> tuple[str | None, list[dict[str, Any]]]:
 
 
 def with_tools(template: str) -> str:
-    "The small model's chat template with one more role: it knows no tools, so a user says what the calculator says."
+    "The small model's chat template with one more role: it has no tool role, so the calculator's result comes as a user message."
     role = "('user' if message['role'] == 'tool' else message['role'])"
     with_tool_role = template.replace("'assistant'] -%}", "'assistant', 'tool'] -%}", 1)
     return "{#- tools -#}" + with_tool_role.replace("'<|' + message['role']", f"'<|' + {role}", 1)

@@ -1,4 +1,4 @@
-"""A rollout with a tool: ask, and where the completion ends in `calc(...)`, say what that comes to and ask again.
+"""A rollout with a tool: ask, and where the completion ends in `calc(...)`, add the result and ask again.
 
 The conversation is assembled from the tokens that were really sampled. What the calculator says is masked: the policy
 learns from its own tokens only. The reward looks at the last turn and at nothing else: a call in itself earns none.

@@ -137,7 +137,7 @@ def press(board: Locator, name: str) -> None:
 
 
 def at_rest(notebook: Notebook, board: Locator) -> None:
-    "Wait until nothing runs, and until the buttons say so."
+    "Wait until nothing runs, and until the buttons show it."
     notebook.until("not (dashboard.doing or loop.running)")
     expect(control(board, "pause")).to_be_disabled()
     expect(control(board, "play")).to_be_enabled()

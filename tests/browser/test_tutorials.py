@@ -28,7 +28,7 @@ def stored_html(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def cells() -> list[dict[str, Any]]:
-    "Of all tutorials, behind two that are run."
+    "All tutorials, after two that are run."
     ours = ["import urllib.request", "urllib.request.urlopen('http://192.0.2.1')"]
     plain = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
     stored = [c for path in sorted(TUTORIALS.glob("*.ipynb")) for c in stored_html(path)]

@@ -1,4 +1,4 @@
-"Every view in JupyterLab: live numbers, light and dark, wide and narrow, and what is left when the kernel is gone."
+"Every view in JupyterLab: live numbers, light and dark, wide and narrow, and what is shown when the kernel is gone."
 
 from __future__ import annotations
 

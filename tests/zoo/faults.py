@@ -92,7 +92,7 @@ def templated(run: Run) -> None:
 
 
 async def late(run: Run, updates: int) -> None:
-    "The server has earlier weights, and the versions say so."
+    "The server has earlier weights, and its versions show it."
     await run.update(updates, publish=False)
     run.trainer.version += updates
 

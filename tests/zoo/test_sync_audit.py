@@ -60,7 +60,7 @@ def local(**options: Any) -> Any:
 
 @pytest.mark.parametrize("part", ["lm_head", "layers.2."])
 def test_a_part_that_stays_behind_is_seen(part: str) -> None:
-    "At once, and later too, when it is further behind than by one sync."
+    "At once, and later too, when it is more than one sync old."
     backend = local()
     for name in [name for name in backend.sync.served if part in name]:
         del backend.sync.served[name]
