@@ -167,7 +167,7 @@ def test_a_step_inside_a_step_of_another_loop_is_rejected_and_does_not_wait_for_
 
         one.evaluation_fn = asks
         with pytest.raises(
-            PhaseError, match=r"a turn for .other.: got a turn of .main. that waits for this"
+            PhaseError, match=r"the backend for .other.: got a step of .main. that waits for this"
         ):
             await one.evaluate()
         assert (await other.step()).step == 1

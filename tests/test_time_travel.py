@@ -356,7 +356,7 @@ def test_a_turn_that_could_never_come_is_rejected_and_costs_nothing():
         async for record in loop:
             numbers.append(record.step)
             with pytest.raises(
-                PhaseError, match=r"a turn for 'kl_beta=0.5': got a turn of 'main' that waits"
+                PhaseError, match=r"the backend for 'kl_beta=0.5': got a step of 'main' that waits"
             ):
                 await branch.step()
         assert numbers == [1, 2, 3, 4]

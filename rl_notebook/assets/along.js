@@ -96,7 +96,7 @@ export function along(state, stops) {
     plot.on("plotly_click", ({ points: [point] }) => state.select(point.x));
     plot.on("plotly_relayout", () => (range = [...plot._fullLayout.xaxis.range]));
   };
-  const draw = () => {
+  const render = () => {
     const { payload, series, targets, palette } = state;
     caption.textContent = series ? `${series.label} by target (target i scores token i + 1)` : "";
     plot.hidden = !series || !targets;
@@ -110,7 +110,7 @@ export function along(state, stops) {
   };
   const showAll = () => {
     range = [(state.folded ? state.payload.prompt - 1 : 0) - 0.5, state.targets - 0.5];
-    draw();
+    render();
   };
   // A token that is selected out of view is brought to the middle of it.
   const follow = () => {
@@ -127,7 +127,7 @@ export function along(state, stops) {
     else state.Plotly.Fx.unhover(plot);
   };
   state.on(showAll, "payload", "fold");
-  state.on(draw, "series", "theme", "plotly");
+  state.on(render, "series", "theme", "plotly");
   state.on(follow, "target");
   state.on(showCursor, "hover");
   state.on(() => state.Plotly && fit(state.Plotly, plot), "size");

@@ -237,21 +237,21 @@ function drawFigures(Plotly, figures) {
   const overSteps = plots.filter((plot) => plot.dataset.steps);
   const notes = new Map(overSteps.map((plot) => [plot, make("div", "soft note")]));
   for (const [plot, note] of notes) plot.before(note);
-  function draw(plot) {
+  function render(plot) {
     const { data, layout, note } = dressed(figures[plot.id], Boolean(plot.dataset.steps));
     Plotly.react(plot, data, layout, CONFIG);
     if (notes.has(plot)) notes.get(plot).textContent = note;
   }
-  plots.forEach(draw);
+  plots.forEach(render);
   // One cursor for all charts over the steps.
   for (const plot of overSteps) {
     followSteps(Plotly, plot, overSteps.filter((other) => other !== plot));
     plot.on("plotly_click", ({ points }) => held.completions && (location.hash = `step=${points[0].x}`));
   }
-  return () => overSteps.forEach(draw);
+  return () => overSteps.forEach(render);
 }
 
-function makeControls(draw) {
+function makeControls(render) {
   const bar = make("div", "bar");
   const range = Object.assign(make("input"), { type: "range", min: "0", max: "0.99", step: "0.01", value: String(chosen.smoothing) });
   const output = make("output", "", chosen.smoothing.toFixed(2));
@@ -259,11 +259,11 @@ function makeControls(draw) {
   range.addEventListener("input", () => {
     chosen.smoothing = Number(range.value);
     output.textContent = chosen.smoothing.toFixed(2);
-    draw();
+    render();
   });
   log.addEventListener("change", () => {
     chosen.log = log.checked;
-    draw();
+    render();
   });
   const hint = held.completions ? "Click a point to read the completions of its step." : "";
   bar.append(labelled("smoothing", range), output, labelled("log scale", log), make("span", "soft", hint));
@@ -290,9 +290,9 @@ async function start() {
   if (completions) held.completions = makeCompletions(completions);
   go(!kept);
   window.addEventListener("hashchange", () => go(true));
-  let redraw = () => {};
-  document.querySelector(".charts:has([data-steps])")?.before(makeControls(() => redraw()));
-  if (figures) redraw = drawFigures(await library(), figures);
+  let update = () => {};
+  document.querySelector(".charts:has([data-steps])")?.before(makeControls(() => update()));
+  if (figures) update = drawFigures(await library(), figures);
   if (kept) boxes().forEach((box, i) => (box.scrollTop ||= kept.tops[i] || 0));
 }
 

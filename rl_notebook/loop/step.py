@@ -69,11 +69,11 @@ T = TypeVar("T")
 
 
 class PhaseResult(tuple[T, ...]):
-    "A tuple that displays as a headline, a drawing and a table."
+    "A tuple that displays as a headline, a picture and a table."
 
     headline: str
     table: Callable[[], pd.DataFrame]
-    drawing: Callable[[], str]
+    picture: Callable[[], str]
     # to be awaited first; None = it is all here
     work: Callable[[], Coroutine[Any, Any, PhaseResult[T]]] | None = None
 
@@ -82,12 +82,12 @@ class PhaseResult(tuple[T, ...]):
         items: Iterable[T],
         headline: str,
         table: Callable[[], pd.DataFrame],
-        drawing: Callable[[], str] = lambda: "",  # safe HTML; "" = the table alone
+        picture: Callable[[], str] = lambda: "",  # safe HTML; "" = the table alone
     ) -> PhaseResult[T]:
         self = super().__new__(cls, items)
         self.headline = headline
         self.table = table
-        self.drawing = drawing
+        self.picture = picture
         return self
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class PhaseResult(tuple[T, ...]):
 
     def _repr_html_(self) -> str:
         return (
-            listing_html(self.headline, self.drawing(), self.table())
+            listing_html(self.headline, self.picture(), self.table())
             if self
             else listing_html(self.headline)
         )
@@ -114,10 +114,10 @@ def listing_text(headline: str, table: pd.DataFrame) -> str:
     return f"{headline}\n{left.to_string(index=False, float_format=number)}"
 
 
-def listing_html(headline: str, drawing: str = "", table: pd.DataFrame | None = None) -> str:
-    "A headline, a drawing, and the table one click below it; the table at once where there is no drawing."
+def listing_html(headline: str, picture: str = "", table: pd.DataFrame | None = None) -> str:
+    "A headline, a picture, and the table one click below it; the table at once where there is no picture."
     rows = "" if table is None else frame_html(table)
-    return tag("p", html.escape(headline)) + drawing + (folded("Table", rows) if drawing else rows)
+    return tag("p", html.escape(headline)) + picture + (folded("Table", rows) if picture else rows)
 
 # %% ../../nbs/loop/02_step.ipynb #b8c62b2e
 def list_prompts(
@@ -228,11 +228,11 @@ def list_groups(groups: Sequence[PromptGroup]) -> PhaseResult[PromptGroup]:
     headline = f"{len(rewards)} graded samples, {mean}, {without_signal} of {len(groups)} groups without signal"
     has_advantages = any(g.advantages is not None for g in groups)
 
-    def drawing():
+    def picture():
         return advantages_html(groups) if has_advantages else rewards_html(groups)
 
     return PhaseResult(
-        groups, headline, lambda: pd.DataFrame([_group_row(g) for g in groups]), drawing
+        groups, headline, lambda: pd.DataFrame([_group_row(g) for g in groups]), picture
     )
 
 # %% ../../nbs/loop/02_step.ipynb #c2ee587f
@@ -272,10 +272,10 @@ def list_datums(
     cut = sum(d.truncated_tokens > 0 for d in datums)
     headline = f"{len(datums)} datums, {tokens} tokens in the loss, {cut} truncated"
 
-    def drawing():
+    def picture():
         return reference_html(datums, policy_logprobs, tokenizer) or datums_html(datums, tokenizer)
 
-    return PhaseResult(datums, headline, lambda: datum_table(datums), drawing)
+    return PhaseResult(datums, headline, lambda: datum_table(datums), picture)
 
 # %% ../../nbs/loop/02_step.ipynb #ca9bdd9f
 # (datums, denominator) -> loss function

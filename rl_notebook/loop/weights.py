@@ -292,8 +292,8 @@ class SharedBackend:
         waits_for_itself = self.task is asyncio.current_task() or self.lease in LEASES.get()
         if self.holder not in (None, weights) and waits_for_itself:
             raise PhaseError(
-                f"a turn for {weights.owner.name!r}",
-                got=f"a turn of {self.holder.owner.name!r} that waits for this",
+                f"the backend for {weights.owner.name!r}",
+                got=f"a step of {self.holder.owner.name!r} that waits for this",
                 expected="the backend to be free",
                 fix="Let it end first, or run the two loops in separate tasks.",
             )

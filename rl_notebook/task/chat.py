@@ -640,7 +640,7 @@ class Conversation:
         marked = []
         for span in self.spans:
             green = ' style="background:rgba(46,160,67,.3)"' if span.completion else ""
-            title = f"{len(span.tokens)} tokens, {'sampled: trains' if span.completion else 'given: masked'}"
+            title = f"{len(span.tokens)} tokens, {'sampled: trains' if span.completion else 'not sampled: masked'}"
             marked.append(f'<span{green} title="{title}">{html.escape(span.text)}</span>')
         head = html.escape(self.headline)
         return f'<p>{head}</p><pre style="white-space:pre-wrap;overflow-wrap:anywhere">{"".join(marked)}</pre>'

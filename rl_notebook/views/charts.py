@@ -991,7 +991,7 @@ class Chart:
 
     title: str  # heading
     caption: str  # one sentence
-    draw: Callable[[Mapping[str, Any]], Figure]  # payload -> figure
+    plot: Callable[[Mapping[str, Any]], Figure]  # payload -> figure
     payload: Mapping[str, Any]
     wide: bool = False  # over the whole width
     name: str = ""  # what a page calls it; "" = its title
@@ -1000,7 +1000,7 @@ class Chart:
     @property
     def figure(self) -> Figure:
         "A plotly figure."
-        return self.draw(self.payload)
+        return self.plot(self.payload)
 
     @property
     def height(self) -> int:
@@ -1029,10 +1029,10 @@ class Chart:
 
 # %% ../../nbs/views/02_charts.ipynb #6b90058a
 class Look(NamedTuple):
-    "The look of a chart; the docstring of `draw` is its caption."
+    "The look of a chart; the docstring of `plot` is its caption."
 
     title: str
-    draw: Callable[[Mapping[str, Any]], Figure]
+    plot: Callable[[Mapping[str, Any]], Figure]
     wide: bool = False
 
 
@@ -1071,12 +1071,12 @@ def chart(
         )
         fix = near or ("" if payloads else "Take a step first: await loop.step().")
         raise RecordError("chart", got=repr(name), expected=expected, fix=fix)
-    title, draw, wide = LOOKS[name]
-    caption = " ".join(str(draw.__doc__).split())
+    title, plot, wide = LOOKS[name]
+    caption = " ".join(str(plot.__doc__).split())
     caption += _equal(payloads[name])
-    if sentence := payloads[name].get("said"):
+    if sentence := payloads[name].get("sentence"):
         caption = f"{sentence[0].upper()}{sentence[1:]}. {caption}"
-    return Chart(title, caption, draw, payloads[name], wide, name)
+    return Chart(title, caption, plot, payloads[name], wide, name)
 
 
 def _equal(payload: Mapping[str, Any]) -> str:
@@ -1143,12 +1143,12 @@ def module(name: str) -> str:
 
 
 def plotly_script() -> str:
-    "The script that draws the charts: plotly.js as its makers bundle it for charts with two axes, MIT licence."
+    "The script that renders the charts: plotly.js as its makers bundle it for charts with two axes, MIT licence."
     return asset("plotly-cartesian.min.js")
 
 # %% ../../nbs/views/02_charts.ipynb #68edfa17
 class PlotlyScript(ipywidgets.Widget):
-    "The script that draws the charts, sent to a page once for all of its widgets."
+    "The script that renders the charts, sent to a page once for all of its widgets."
 
     script = traitlets.Unicode().tag(sync=True)
     of_kernel: ClassVar[PlotlyScript | None] = None

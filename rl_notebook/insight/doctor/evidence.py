@@ -558,7 +558,7 @@ def localize_mismatch(e: Evidence, tokenizer: Any = None) -> str:
 def mismatch(e: Evidence | None, tokenizer: Any = None, most: int = 6) -> dict[str, Any]:
     "Where the gap is, in a sentence; its mean by depth, turn and class of token, unless it is within rounding."
     if e is None:
-        return {"said": "no sample has logprobs of both trainer and sampler", "bars": []}
+        return {"sentence": "no sample has logprobs of both trainer and sampler", "bars": []}
     values = patterns(e, tokenizer)
     known = np.isfinite(e.gap)
     depth = values["depth"]
@@ -587,4 +587,4 @@ def mismatch(e: Evidence | None, tokenizer: Any = None, most: int = 6) -> dict[s
         {"part": name, "kind": kind, "nats": float(v.mean()), "tokens": len(v)}
         for name, kind, v in sizes
     ]
-    return {"said": localize_mismatch(e, tokenizer), "bars": bars if differs(e) else []}
+    return {"sentence": localize_mismatch(e, tokenizer), "bars": bars if differs(e) else []}
