@@ -17,7 +17,7 @@ AGENTS, LLMS = ((ROOT / name).read_text(encoding="utf-8") for name in ("AGENTS.m
 SHOWN = re.findall(r"^rl-notebook (show runs/demo.*?) *#", AGENTS, re.MULTILINE)
 
 
-def test_what_they_name_is_there():
+def test_every_name_in_the_guides_exists():
     linked = re.findall(r"\]\(([^)]+)\)", AGENTS + LLMS)
     named = re.findall(
         r"`((?:nbs|tests|benchmarks|examples|rl_notebook)/[\w./]*|\w+\.(?:toml|md))`", AGENTS

@@ -662,7 +662,7 @@ def breaking(loop, what, *fail):
 
 
 @pytest.mark.parametrize("kind", [GRPOLoop, AsyncGRPOLoop])
-def test_updates_that_failed_are_gone_on_with_and_none_is_made_twice(kind):
+def test_failed_updates_are_continued_and_none_is_made_twice(kind):
     async def main():
         settings = {"ppo_n_minibatches": 3, "policy_loss": "ppo"}
         plain, loop = (begin(LENGTH, kind=kind, keep=ALL, **settings) for _ in range(2))

@@ -163,14 +163,14 @@ SOUND: dict[str, Callable] = {
 
 
 @pytest.mark.parametrize("kind", HACKABLE)
-def test_what_can_be_hacked_is_named(kind: str):
+def test_a_reward_that_can_be_hacked_is_named(kind: str):
     reward, rows, attack = HACKABLE[kind]
     failed = audit_reward(reward, rows).findings.failed
     assert any(f.text.startswith(f"{attack} earns") for f in failed), failed
 
 
 @pytest.mark.parametrize("kind", SOUND)
-def test_what_is_sound_is_left_alone(kind: str):
+def test_a_sound_reward_gets_no_finding(kind: str):
     assert not audit_reward(SOUND[kind], SUMS).findings.failed
 
 

@@ -161,7 +161,7 @@ def test_an_unknown_reward_is_rejected_before_anything_is_begun(tmp_path):
 # --- settings -------------------------------------------------------------------------------------------------------
 
 
-def test_what_opens_a_model_takes_its_name_or_its_pair_and_says_what_is_missing():
+def test_open_functions_take_a_model_by_name_or_as_a_pair_and_report_a_missing_tokenizer():
     for given in ("tiny", load_model("tiny")):
         assert open_local(given, reference=False).capabilities.name == "local"
 

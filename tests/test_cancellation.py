@@ -294,7 +294,7 @@ def test_a_cancelled_step_or_undo_continues_to_the_same_weights():
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["local", "local-inline"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_so_it_does_at_every_await(backend, kind):
+def test_a_cancellation_at_any_await_continues_to_the_same_weights(backend, kind):
     assert asyncio.run(survey(backend, [kind], [*WHAT])) == []
 
 

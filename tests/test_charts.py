@@ -99,7 +99,7 @@ def test_only_the_picture_is_thinned():
 # --- payloads ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_only_rounding_is_named_and_not_shown():
+def test_a_gap_within_rounding_is_named_and_not_shown():
     gap = "sampling/sampling_logp_difference"
     rounding = [
         {"step": s, "kl/k3": 0.01 * s, f"{gap}/mean": 1e-7 * s, f"{gap}/max": 1e-5 * s}
@@ -288,7 +288,7 @@ def test_an_update_is_one_message(monkeypatch: pytest.MonkeyPatch):
     assert len(RecordingComm.sent) == 1  # nothing new, nothing sent
 
 
-def test_what_a_page_loads_is_small_and_asks_for_nothing():
+def test_assets_of_a_page_are_small_and_request_nothing():
     code = module("charts.js")
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|http", code

@@ -148,7 +148,7 @@ def test_rows_get_what_conversations_get(form, tmp_path):
     )
 
 
-def test_what_a_prompt_cannot_hold_is_rejected_with_its_row(tmp_path):
+def test_a_prompt_with_unusable_content_is_rejected_with_its_row(tmp_path):
     image = {
         "role": "user",
         "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}],

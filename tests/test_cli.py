@@ -242,7 +242,7 @@ def test_every_field_can_follow_as_an_option():
             assert (typed, pydantic.TypeAdapter(hint).validate_python(read)) == (name, value)
 
 
-def test_what_is_typed_is_what_arrives():
+def test_typed_options_arrive_as_typed_values():
     def cfg(*args: str) -> Config:
         return parse_train(args)[0]
 

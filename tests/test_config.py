@@ -165,7 +165,7 @@ def test_the_message_points_at_the_caller():
     assert caught[0].filename == __file__
 
 
-def test_what_trl_has_and_this_has_not_names_what_takes_its_place():
+def test_a_setting_that_only_trl_has_is_rejected_with_its_replacement():
     places = {
         "deepspeed": "tinker",
         "peft_config": "lora_rank",
@@ -393,7 +393,7 @@ def test_wrong_types(name, value, expected):
     assert expected in text
 
 
-def test_what_the_cookbook_takes_is_taken():
+def test_values_of_the_cookbook_are_accepted():
     "A cap of 0 leaves the ratio at 1, a wide clip leaves it free below; an enum member goes by its name, too."
     taken = {
         "dapo": {"ratio_log_cap": 0},
@@ -850,7 +850,7 @@ def test_numbers_that_yaml_reads_as_text_are_numbers_inside_of_a_setting_too(tmp
         "top_p: null",
     ],
 )
-def test_what_other_tools_write_for_off_is_off(line, tmp_path):
+def test_values_that_other_tools_write_for_off_mean_off(line, tmp_path):
     (tmp_path / "c.yaml").write_text(line + "\n")
     settings = yaml.safe_load(line)
     for cfg in (

@@ -277,7 +277,7 @@ def test_a_loss_takes_what_it_needs_by_name_wherever_a_loss_is_taken(workdir, re
     assert Run.open("run").record(1).options["eps_clip"] == 0.1
 
 
-def test_what_a_loss_needs_is_there_or_named(workdir, record):
+def test_series_that_a_loss_needs_are_present_or_named(workdir, record):
     def needs(ref_logprobs, policy_logprobs, sampler_logprobs, entropy, advantages):
         return -policy_logprobs * advantages + (policy_logprobs - ref_logprobs) ** 2 - 0.1 * entropy
 
@@ -714,7 +714,7 @@ def test_other_tricks_by_the_shortest_way(attack, sent, workdir, capsys):
     assert not trap.sprung, capsys.readouterr()
 
 
-def test_what_is_rejected_is_listed_and_can_be_trusted(sent, workdir, capsys):
+def test_rejected_names_are_listed_and_can_be_trusted(sent, workdir, capsys):
     "The proof that the attacks would work: with --trust the very same folder executes what it names."
     trap = Trap(sent, workdir)
     trap.settings(rewards=["evil:f", "format"], policy_loss="evil:g")
@@ -746,7 +746,7 @@ REACHING = {  # settings that reach out of the run: what is named in the message
 @pytest.mark.parametrize(
     "way", ["--resume --log-path {}", "--config {}/config.yaml --log-path new"]
 )
-def test_what_reaches_out_of_a_foreign_run_is_asked_for(way, what, sent, workdir, capsys):
+def test_settings_of_a_foreign_run_that_reach_outside_need_trust(way, what, sent, workdir, capsys):
     trap = Trap(sent, workdir)
     (settings, named) = REACHING[what]
     trap.settings(**settings)

@@ -309,7 +309,7 @@ def test_an_honest_sampler_is_not_accused(family: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"top_p": 0.9}])
-def test_nor_is_one_that_samples_as_it_was_asked(settings: dict[str, float]) -> None:
+def test_a_sampler_with_the_requested_settings_has_no_mismatch(settings: dict[str, float]) -> None:
     for verdict in verdicts_of_a_step(flat_model("Qwen2", 0), **settings):
         assert verdict.ok, verdict.sentence
 

@@ -211,7 +211,7 @@ def test_a_drawing_stays_small_and_says_what_it_leaves_out(
             assert re.search(r"and \d+ more|… \d+ tokens", page.text), name
 
 
-def test_whatever_a_model_says_is_text():
+def test_text_of_a_model_is_never_markup():
     for value in phases_of_size(2, 3, 60, HOSTILE).values():
         page_of(value)
 

@@ -133,7 +133,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("path", PLACES)
-def test_no_room_without_the_key(shared: RunningEmulator, path: str) -> None:
+def test_every_address_needs_the_key(shared: RunningEmulator, path: str) -> None:
     for headers in (
         {},
         {"X-Api-Key": ""},

@@ -348,7 +348,7 @@ def test_a_later_turn_is_read_from_where_the_last_one_ended(family):
     )
 
 
-def test_what_is_kept_for_later_turns_is_bounded(monkeypatch):
+def test_the_prefix_cache_is_bounded(monkeypatch):
     engine = engine_without_end()
     conversation(engine)
     one = engine.prefixes.used // len(engine.prefixes.known)

@@ -218,7 +218,7 @@ def test_a_weight_that_adapts_is_resumed_sought_and_replayed(tmp_path):
     assert "entropy_coeff" not in repr(result)  # what it adapted to is no other setting
 
 
-def test_what_cannot_compute_it_is_rejected_by_name():
+def test_backends_and_losses_without_entropy_are_rejected_by_name():
     for settings, message in (
         ({"entropy_target": 0.0}, "entropy_target: got 0.0, step 0.005"),
         ({"entropy_coeff_step": 0.1}, "entropy_coeff_step: entropy_coeff is fixed"),

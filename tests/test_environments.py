@@ -137,7 +137,7 @@ def test_a_rollout_without_a_request_warns(monkeypatch: pytest.MonkeyPatch):
         Scripted("12").play(agent_rollouts(play))
 
 
-def test_tools_plain_and_async_and_what_goes_wrong_in_them():
+def test_plain_and_async_tools_are_called_and_their_errors_returned():
     texts = (
         call("double", number=6) + call("slow", number=1),
         call("triple", number=1),

@@ -59,7 +59,7 @@ def test_held_out_rows_are_sampled_as_the_evaluation_says():
     assert not any("@" in name for name in asyncio.run(alone.evaluate()))
 
 
-def test_what_would_not_be_done_is_rejected():
+def test_evaluation_settings_without_effect_are_rejected():
     for settings, text in (
         ({"eval_sampling": {"seed": 3}}, "eval_sampling: got 'seed'"),
         ({"eval_sampling": {"top_p": 2.0}}, "top_p: got 2.0"),
@@ -130,7 +130,7 @@ def test_the_kept_weights_are_those_that_were_measured(tmp_path):
 
 
 @pytest.mark.parametrize("samples", [1, 6])
-def test_what_can_be_kept_is_what_is_measured(tmp_path, samples):
+def test_keep_best_takes_only_a_metric_that_is_measured(tmp_path, samples):
     settings = {
         "eval_samples": samples,
         "eval_rows": 2,

@@ -215,7 +215,7 @@ def test_an_adapter_that_was_trained_before_continues_and_is_exported_whole(kind
     assert (logits(again.policy.state.module) - want).abs().max() <= 1e-4
 
 
-def test_what_an_adapter_alone_would_leave_out_leaves_as_the_whole_model(tmp_path):
+def test_an_adapter_that_would_leave_out_weights_is_exported_as_the_whole_model(tmp_path):
     tiny_model().save_pretrained(tmp_path / "base")
     merged = trained_adapter(tmp_path / "base").merge_and_unload()
     unfrozen = trained_adapter(tmp_path / "base")

@@ -244,7 +244,7 @@ def test_trainers_are_attached_to_resumed_and_left_as_they_were(site):
         site.setup(policy_job_id="no-such-job")
 
 
-def test_what_is_missing_is_reported_before_anything_is_asked_for(site):
+def test_missing_settings_are_reported_before_any_request(site):
     with pytest.raises(
         ValueError, match=r"deployment\.tokenizer_model: got None; expected a tokenizer"
     ):
@@ -287,7 +287,7 @@ def restart(site, job_id: str) -> None:
     ).lose_memory()
 
 
-def test_what_a_trainer_had_learned_is_not_silently_lost(site):
+def test_learned_weights_of_a_trainer_are_not_silently_lost(site):
     with cleanup_of(site) as cleanup:
         policy = site.setup(
             cleanup, infra_cfg=InfraConfig(training_shape_id=SHAPE), needs_inference=False
@@ -850,7 +850,7 @@ def test_opening_that_fails_or_is_cancelled_leaves_nothing_running(site):
     assert not resources.OPEN_CLEANUPS
 
 
-def test_what_a_killed_process_left_is_resumed_or_released(site, tmp_path):
+def test_resources_of_a_killed_process_are_resumed_or_released(site, tmp_path):
     async def test():
         first = await open_fireworks(**settings_of(site, log_path=str(tmp_path / "first")))
         for name in ("attach", "clean"):

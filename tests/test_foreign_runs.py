@@ -300,7 +300,7 @@ def test_the_command_line_takes_such_a_folder(tool, capsys, tmp_path):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_what_is_being_written_waits_or_is_reported(tmp_path):
+def test_a_file_that_is_being_written_waits_or_is_reported(tmp_path):
     run = shutil.copytree(FOREIGN / "nemo_rl", tmp_path / "nemo")
     file = next(run.rglob("train_data_step1.jsonl"))
     lines = file.read_bytes().splitlines(keepends=True)
@@ -355,7 +355,7 @@ def edit_lines(place, tool: str, pattern: str, edit) -> Run:
     return Run.open(place)
 
 
-def test_what_writers_leave_next_to_the_ordinary(tmp_path, capsys):
+def test_unusual_rows_of_writers_are_read(tmp_path, capsys):
     "An empty completion, a text in place of messages, a reward of NaN, a mask one token off, a judge's trace."
 
     def later(row, k):

@@ -331,7 +331,7 @@ def test_odd_names_and_foreign_bytes_in_a_folder_of_ours(
     assert main(["show", str(path)]) == 0
 
 
-def test_what_becomes_large_by_right_is_read(tmp_path: Path) -> None:
+def test_a_file_that_is_large_for_a_reason_is_read(tmp_path: Path) -> None:
     "Zeros pack well; only what no step needs is rejected."
     np.savez_compressed(tmp_path / "a.npz", values=np.zeros(1_000_000))
     assert read_arrays(tmp_path / "a.npz")["values"].shape == (1_000_000,)

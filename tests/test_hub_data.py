@@ -116,7 +116,7 @@ def test_columns_have_the_names_that_are_reported(hub):
         load_rows(hub, config="main", columns={"question": "task"})
 
 
-def test_what_is_not_there_is_reported(hub):
+def test_a_missing_data_set_or_split_is_reported(hub):
     with pytest.raises(
         DataError, match=r"(?s)'openai/gsm8k'.*Config name is missing.*main.*socratic"
     ):

@@ -676,7 +676,7 @@ def test_a_full_disk_leaves_the_old_state_and_nothing_else(tmp_path, monkeypatch
 # Opening --------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_opened():
+def test_an_unusable_dtype_tokenizer_or_model_is_rejected():
     with pytest.raises(ConfigError, match="'float8'; expected float32 or bfloat16 or float64"):
         backend_of(dtype="float8")
     with pytest.raises(

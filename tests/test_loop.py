@@ -115,7 +115,7 @@ def test_the_error_of_a_reward_function_is_short_and_keeps_its_line():
 @pytest.mark.parametrize(
     "change", [{"aggregation": "sequence_mean"}, {"aggregation": "sum"}, {"policy_loss": "gspo"}]
 )
-def test_what_loss_was_asked_for_is_trained_and_recorded(change):
+def test_the_requested_loss_is_trained_and_recorded(change):
     async def main():
         loop = make_loop()
         await up_to(loop, "reference")

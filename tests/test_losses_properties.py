@@ -562,7 +562,7 @@ def test_a_service_computes_the_same_value_and_gradient(
 
 @EXAMPLES
 @given(batches(), served_options("fireworks"), st.randoms(use_true_random=False))
-def test_what_is_sent_does_not_depend_on_order_or_split(
+def test_inputs_of_a_service_do_not_depend_on_order_or_split(
     batch: Batch, options: LossOptions, random: Any
 ) -> None:
     datums, _ = with_old(batch)
@@ -596,7 +596,7 @@ def one_datum(**changes: Any) -> Datum:
         ({"aggregation": "sum"}, {"advantage": 1e39}, "finite in float32"),
     ],
 )
-def test_what_cannot_be_sent_is_rejected(
+def test_inputs_that_a_service_cannot_take_are_rejected(
     settings: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=r".") as caught:

@@ -38,7 +38,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "my_task"
 
 
-def test_its_files_are_those_that_its_readme_lists(task):
+def test_a_new_task_has_the_files_that_its_readme_lists(task):
     names = sorted(path.name for path in task.iterdir())
     assert names == ["README.md", "config.yaml", "step_through.ipynb", "task.py", "test_task.py"]
     text = (task / "README.md").read_text()
@@ -48,14 +48,14 @@ def test_its_files_are_those_that_its_readme_lists(task):
     assert "pip install pytest" in text  # it does not come with the package
 
 
-def test_its_test_passes(task):
+def test_the_test_of_a_new_task_passes(task):
     assert "5 passed" in run(
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=task
     )
 
 
 @pytest.mark.slow
-def test_it_trains(task):
+def test_a_new_task_trains(task):
     output = run(PROGRAM, "train", "--config", "config.yaml", "--steps", "2", cwd=task)
     assert "held-out reward" in output.splitlines()[-1]
     records = [*Run.open(task / "runs" / "first")]
@@ -66,7 +66,7 @@ def test_it_trains(task):
 
 
 @pytest.mark.slow
-def test_its_notebook_runs_and_says_the_config(task):
+def test_the_notebook_of_a_new_task_runs_and_shows_the_config(task):
     import nbformat
     from nbclient import NotebookClient
 
@@ -81,7 +81,9 @@ def test_its_notebook_runs_and_says_the_config(task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("from_file", [False, True])
-def test_its_test_and_notebook_survive_the_three_changes_of_its_readme(tmp_path, from_file):
+def test_the_test_and_notebook_of_a_new_task_survive_the_three_changes_of_its_readme(
+    tmp_path, from_file
+):
     run(PROGRAM, "new", "mine", cwd=tmp_path)
     mine = tmp_path / "mine"
     model, tokenizer = load_model("tiny")
@@ -143,7 +145,7 @@ def test_a_folder_that_holds_something_is_left_alone(task):
     assert before == {path.name: path.read_bytes() for path in task.iterdir() if path.is_file()}
 
 
-def test_its_config_says_nothing_that_is_the_default_anyway(task):
+def test_the_config_of_a_new_task_has_no_default_values(task):
     settings = yaml.safe_load((task / "config.yaml").read_text())
     default = Config().to_dict()
     # the first to change

@@ -144,7 +144,7 @@ def test_dates_times_and_decimals_of_a_parquet_file_reach_the_record(tmp_path):
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=repr)
-def test_what_is_written_comes_back(value):
+def test_written_values_come_back(value):
     assert decode(encode(value)) == value
     assert decode(encode(pd.NaT)) is pd.NaT
 
@@ -218,7 +218,7 @@ WAYS_OUT = [".lock", "metrics.jsonl", "steps", "checkpoints/00003/trainer"]
 
 
 @pytest.mark.parametrize("name", WAYS_OUT)
-def test_a_folder_that_leads_elsewhere_is_not_gone_on_with_unless_it_is_trusted(
+def test_a_folder_that_leads_elsewhere_is_not_resumed_unless_it_is_trusted(
     name, sent, tmp_path, capsys
 ):
     outside = tmp_path / "outside"
@@ -295,7 +295,7 @@ HARMS = [(put, name) for name in FILES for put in ("a pipe", "a device")] + [
 
 @pytest.mark.parametrize(("put", "name"), HARMS)
 @pytest.mark.filterwarnings("ignore:.*left out")
-def test_what_never_ends_is_named_and_not_waited_for(put, name, sent, capsys):
+def test_an_endless_file_is_named_and_not_waited_for(put, name, sent, capsys):
     replace_by_endless(sent / name, put)
     code = main(["view", str(sent), "--once"])
     output = capsys.readouterr()

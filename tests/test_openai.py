@@ -207,7 +207,7 @@ def test_a_server_that_is_not_there():
 
 
 @pytest.mark.parametrize("status", [400, 401])
-def test_what_will_not_get_better_is_an_error_at_once(site, status):
+def test_a_permanent_error_is_raised_at_once(site, status):
     app = Moody(site[0], [str(status)])
 
     async def test(url):
@@ -697,7 +697,7 @@ TORTS = {
 
 
 @pytest.mark.parametrize("name", TORTS)
-def test_what_no_server_should_send_is_named_at_once(name):
+def test_an_impossible_response_is_named_at_once(name):
     status, body, match = TORTS[name]
     requests = []
 

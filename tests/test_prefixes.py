@@ -255,7 +255,7 @@ def test_a_group_is_a_tree_and_the_step_says_what_it_saved():
     assert output.metrics["perf/prefix_tokens_saved"] == 6 * 55 - batch.tokens
 
 
-def test_what_gains_nothing_runs_as_before():
+def test_a_batch_without_shared_prefixes_runs_as_before():
     "The batches of the plain plan, and every number to the bit."
     once, each = pair_of("qwen3")
     datums = strangers()

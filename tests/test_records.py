@@ -316,7 +316,7 @@ def test_a_damaged_record_costs_that_record(run: RunFolder):
         assert run.metrics().index.tolist() == [1, 3]
 
 
-def test_what_was_written_before_there_were_checksums_is_read(run: RunFolder):
+def test_a_folder_from_before_checksums_is_read(run: RunFolder):
     save(run, 3)
     whole = [*run]
     metrics = run.metrics()
@@ -331,7 +331,7 @@ def test_what_was_written_before_there_were_checksums_is_read(run: RunFolder):
     assert RunFolder.resume(run.path, CONFIG).config == CONFIG
 
 
-def test_what_earlier_versions_sealed_is_read(run: RunFolder):
+def test_a_folder_that_earlier_versions_sealed_is_read(run: RunFolder):
     metrics = run.metrics()
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     sealed = [line | {"crc32": f"{zlib.crc32(json.dumps(line).encode()):08x}"} for line in lines]

@@ -81,7 +81,7 @@ def step_after_a_fall(step: int) -> StepRecord:
     )
 
 
-def test_what_changed_is_shown_first_with_what_to_try(tmp_path: Path):
+def test_changes_are_shown_first_with_what_to_try(tmp_path: Path):
     run = RunFolder.create(tmp_path / "sums", CONFIG)
     known = Known()
     for step in range(1, 16):

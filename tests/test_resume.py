@@ -238,7 +238,7 @@ def test_the_command_ends_with_130_and_its_advice_works(whole, tmp_path):
 # --- another folder, other settings ---------------------------------------------------------------------------------
 
 
-def test_what_has_changed_is_reported(whole, tmp_path):
+def test_changed_settings_are_reported(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     settings = SETTINGS | {
         "log_path": str(tmp_path / "run"),

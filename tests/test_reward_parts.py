@@ -57,7 +57,7 @@ def test_a_loop_compares_each_part_with_its_weight():
     asyncio.run(main())
 
 
-def test_what_if_preflight_and_lab_know_the_rule():
+def test_what_if_preflight_and_reward_lab_apply_the_rule():
     async def main():
         loop = make_loop(reward=(length, letters), advantage_scale="parts")
         record = await loop.step()

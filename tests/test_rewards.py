@@ -586,7 +586,7 @@ def test_a_blocking_call_calls_plain_functions_in_its_own_thread():
 
 
 @pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyError])
-def test_what_a_plain_function_raises_in_a_thread_is_named(error):
+def test_an_error_of_a_plain_function_in_a_thread_is_named(error):
     def raises(text):
         raise error("of mine")
 

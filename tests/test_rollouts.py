@@ -544,7 +544,7 @@ REWRITES = {  # what a template makes of an assistant's turn
 
 
 @pytest.mark.parametrize("rewrites", REWRITES)
-def test_what_a_template_makes_of_a_turn_costs_that_rollout_alone(rewrites, tmp_path):
+def test_a_turn_that_a_template_changes_costs_only_that_rollout(rewrites, tmp_path):
     change, reply = REWRITES[rewrites]
     turn = "{% if m.role == 'assistant' %}" + change + "{% else %}{{ m.content }}{% endif %}"
     template = (

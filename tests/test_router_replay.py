@@ -253,7 +253,7 @@ def test_completion_only_keeps_the_notes_from_the_last_prompt_token_on():
     asyncio.run(main())
 
 
-def test_nothing_is_noted_and_no_hook_stays_when_it_is_off():
+def test_without_replay_nothing_is_recorded_and_no_hook_stays():
     async def main():
         backend = open_with_replay(router_replay=False)
         (c,) = await backend.sampler.sample(range(40, 56), SampleParams(max_tokens=4, seed=0))

@@ -243,7 +243,7 @@ def test_functions_of_cells_come_with_their_source(kernel):
     assert_same(by_script, list(Run.open(folder / "here")))
 
 
-def test_what_only_the_kernel_knows_is_rejected_in_words(kernel):
+def test_a_value_that_only_the_kernel_has_is_rejected_with_an_explanation(kernel):
     folder, printed = kernel
     for (name, (_, expected)), words in zip(
         REFUSED.items(), printed[len(CELLS) + 5 :: 2], strict=True
@@ -308,7 +308,7 @@ def test_a_default_length_fits_the_model():
     assert loop.to_config().max_seq_len == loop.backend.capabilities.max_seq_len < cfg.max_seq_len
 
 
-def test_what_changed_on_the_way_is_noted(tmp_path):
+def test_changes_during_a_run_are_noted(tmp_path):
     loop = grpo_loop(toy_reward)
     asyncio.run(loop.run(1, progress=False))
     loop.change(learning_rate=2e-3)

@@ -419,7 +419,7 @@ if find_spec("llguidance"):  # of the extra `structured`
     REFUSED.append(({"response_format": schema}, "Unimplemented keys"))
 
 
-def test_what_is_not_done_is_rejected_by_name() -> None:
+def test_unsupported_requests_are_rejected_by_name() -> None:
     async def play() -> None:
         async with serve_model() as (server, watched, _backend):
             with server.rollout() as rollout:
@@ -731,7 +731,7 @@ def player(servers: list[Any]) -> Any:
     return rollout_fn
 
 
-def test_a_step_on_such_rollouts_is_sound_and_comes_again() -> None:
+def test_a_step_on_served_rollouts_is_sound_and_is_replayed() -> None:
     async def play() -> None:
         servers: list[Any] = []
         loop, backend = loop_of(player(servers))

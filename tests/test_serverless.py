@@ -102,7 +102,7 @@ def test_a_snapshot_is_sampled_in_its_session_only(running: Any, monkeypatch: py
     asyncio.run(test())
 
 
-def test_what_serverless_training_does_not_have_is_rejected(
+def test_settings_that_serverless_training_lacks_are_rejected(
     running: Any, monkeypatch: pytest.MonkeyPatch
 ):
     async def test() -> None:

@@ -254,7 +254,7 @@ def test_the_records_agree(calm: Ended, stormy: Ended) -> None:
 CROWD = 5e-5  # nats
 
 
-def test_what_the_sampler_reported_agrees_up_to_the_crowd_it_was_sampled_in(
+def test_reported_logprobs_agree_up_to_the_batch_they_were_sampled_in(
     calm: Ended, stormy: Ended
 ) -> None:
     pairs = [

@@ -350,7 +350,7 @@ FIXED = [
 ]
 
 
-def test_what_cannot_change_is_rejected_by_name_and_nothing_is_changed():
+def test_fixed_settings_are_rejected_by_name_and_nothing_is_changed():
     loop = make_loop(rows=6)
     before = loop.cfg
     for settings, message in FIXED:
@@ -368,7 +368,7 @@ IMPOSSIBLE = [
 ]
 
 
-def test_what_the_backend_or_the_loop_rejects_is_rejected_when_it_is_asked_for():
+def test_a_change_that_backend_or_loop_cannot_take_is_rejected_at_once():
     async def main():
         loop = make_loop(rows=12, keep=ALL)
         await up_to(loop, "sync")

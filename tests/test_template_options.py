@@ -79,7 +79,7 @@ def test_later_turns_and_custom_rollouts_are_rendered_so(backend, config):
     )
 
 
-def test_one_request_may_say_otherwise(backend, config):
+def test_one_request_may_override_template_options(backend, config):
     tokenizer = rollout_setup(backend, config).tokenizer
     (row,) = load_rows(rln.toy_rows(1))
     conversation = start_conversation(tokenizer, row, enable_thinking=True)
@@ -88,7 +88,7 @@ def test_one_request_may_say_otherwise(backend, config):
     )
 
 
-def test_what_the_template_never_reads_is_rejected(backend, config):
+def test_an_option_that_the_template_never_reads_is_rejected(backend, config):
     wrong = replace(config, chat_template_kwargs={"enable_thinkin": False})
     with pytest.raises(
         ConfigError, match="'enable_thinkin': got a chat template that never reads it"

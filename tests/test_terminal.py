@@ -77,7 +77,7 @@ def test_errors_and_lines_do_not_act_either(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "gbk"])
-def test_what_an_encoding_lacks_is_written_out(
+def test_a_character_that_an_encoding_lacks_is_escaped(
     encoding: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def printed(encoding: str) -> str:

@@ -305,7 +305,7 @@ NO_BRANCH = [
 ]
 
 
-def test_what_a_branch_cannot_change_is_rejected():
+def test_a_setting_that_a_branch_cannot_change_is_rejected():
     async def main():
         loop = await loop_with_changes()
         for changes, message in NO_BRANCH:
@@ -583,7 +583,7 @@ def test_the_first_phase_that_differs_is_named(runs, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_computed_again_is_reported(tmp_path):
+def test_phases_that_cannot_be_computed_again_are_reported(tmp_path):
     async def main():
         def doubled(datums, denominator):
             inner = make_loss_fn(datums, policy_loss="grpo", denominator=denominator)

@@ -196,7 +196,7 @@ def test_a_loss_of_the_service_that_is_another_one_leaves_nothing_behind(metrics
     run(test())
 
 
-def test_what_a_service_rejects_is_asked_once():
+def test_a_rejected_request_is_sent_once():
     async def test():
         service = Service()
         t = trainer_of(service)
@@ -234,7 +234,7 @@ def test_a_path_that_cannot_be_loaded_changes_nothing():
     run(test())
 
 
-def test_a_service_that_is_gone_and_comes_back():
+def test_a_service_that_goes_away_and_returns_is_used_again():
     async def test():
         service = Service()
         t = trainer_of(service, attempts=3)
@@ -725,7 +725,7 @@ def test_a_warm_up_is_computed_by_the_service(service):
     assert (asked.count("forward_backward"), asked.count("forward")) == (3, 0)
 
 
-def test_what_a_service_cannot_compute_is_rejected_when_the_loop_opens(service):
+def test_a_loss_that_a_service_cannot_compute_is_rejected_when_the_loop_opens(service):
     from rl_notebook.config.config import Config
     from rl_notebook.loop.loop import GRPOLoop
     from rl_notebook.task.toy import toy_reward, toy_rows

@@ -184,7 +184,7 @@ def test_whether_a_step_trained_groups_without_signal_changes_no_trainer_that_le
         assert np.isclose(*(one.table["dlogprob_norm"]["Fireworks"] for one in results), rtol=1e-12)
 
 
-def test_what_cannot_be_compared_is_named() -> None:
+def test_parts_that_cannot_be_compared_are_named() -> None:
     batch = frozen_step(0, {"policy_loss": "ppo"})
     blind = replace(
         batch,

@@ -104,7 +104,7 @@ SITUATIONS = {  # name: the text, the step at which it begins, the run
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "parser")) for name in SITUATIONS],
 )
-def test_what_goes_wrong_is_named_within_ten_steps(name, broken):
+def test_each_fault_is_named_within_ten_steps(name, broken):
     what, began, settings = SITUATIONS[name]
     if name == "rows":
         settings = settings | {"reward": (toy_reward, reward_without_answers(SEED))}

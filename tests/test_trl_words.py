@@ -222,7 +222,9 @@ REJECTED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "words"), REJECTED)
-def test_what_has_another_value_here_is_rejected(message: str, words: dict[str, Any]) -> None:
+def test_a_setting_whose_value_differs_from_trl_is_rejected(
+    message: str, words: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError) as error:
         Config(**words)
     assert message in str(error.value)

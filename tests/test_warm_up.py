@@ -68,7 +68,7 @@ def test_loss_and_gradient_are_those_of_transformers():
 
 
 @pytest.mark.parametrize("settings", [{}, {"ppo_n_minibatches": 2, **IGNORED_SETTINGS}])
-def test_its_steps_are_steps_of_the_run(settings, tmp_path):
+def test_warm_up_steps_are_steps_of_the_run(settings, tmp_path):
     async def main():
         loop = make_loop(keep_undo=5, **settings)
         folder = RunFolder.create(tmp_path / "run", loop.cfg)

@@ -176,7 +176,7 @@ FAULTS = {  # name in SHARED: the check that fails in step 1, and its words
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_is_wrong_fails_a_check(shared: Any, name: str):
+def test_a_wrong_training_fails_a_check(shared: Any, name: str):
     check, words = FAULTS[name]
     _, (first, second), _ = shared(name)
     failed = {c.name: c for c in rln.xray(first).failed}
@@ -186,7 +186,7 @@ def test_what_is_wrong_fails_a_check(shared: Any, name: str):
     assert "old policy" not in {c.name for c in rln.xray(second, first).failed}
 
 
-def test_what_is_right_passes(shared: Any):
+def test_a_right_training_passes_the_checks(shared: Any):
     "The weights moved as far as they did, and the first pass over a generation has the logprobs of when it was sampled."
     for name in ("plain", "two iterations", "warm-up"):
         t, (first, second), folder = shared(name)
@@ -348,7 +348,7 @@ def test_rows_keep_their_place_through_shuffle_and_split(tmp_path: Path):
                 np.testing.assert_allclose(series[d.active], fresh[d.active], atol=2e-5)
 
 
-def test_what_a_function_does_not_say_and_what_is_cut_off(tmp_path: Path):
+def test_unscored_and_cut_off_completions_are_recorded_as_such(tmp_path: Path):
     def never(completions, **_):
         return [None] * len(completions)
 
@@ -605,7 +605,7 @@ def test_every_sentence_is_in_the_words_of_trl():
             assert not ours & {*re.findall(r"\w+", text)}, text
 
 
-def test_what_cannot_be_watched_is_rejected_before_it_trains(tmp_path: Path):
+def test_a_trainer_that_cannot_be_watched_is_rejected_before_it_trains(tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"got list without _generate; expected a trl\.GRPOTrainer"
     ):

@@ -375,7 +375,7 @@ def test_each_token_is_at_its_place(record):
 # --- bad input ----------------------------------------------------------------------------------------------------
 
 
-def test_what_the_record_lacks_is_named(record):
+def test_a_series_that_the_record_lacks_is_named(record):
     bare = [replace(d, sampler_logprobs=None, ref_logprobs=None) for d in record.datums]
     without = replace(record, datums=bare, options={"policy_loss": "grpo"})
     assert len(what_if(without, {"ppo": {"policy_loss": "ppo"}}).table) == 2

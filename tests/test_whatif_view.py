@@ -28,7 +28,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_what_is_shown_is_what_if(record, settings):
+def test_the_panel_shows_the_result_of_what_if(record, settings):
     later = moved_logprobs(record)
     panel = WhatIfPanel(record, later)
     panel.where.value = "after it moved"

@@ -245,7 +245,7 @@ def test_cells_that_say_the_same_are_one(show: Callable[..., Locator]):
     ]
 
 
-def test_what_a_model_wrote_is_text_and_what_cannot_be_seen_gets_a_mark(
+def test_text_of_a_model_is_never_markup_and_invisible_characters_get_a_mark(
     show: Callable[..., Locator],
 ):
     odd = " a\n\tb\u202e\x1b[31m  "

@@ -59,7 +59,7 @@ def local(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("part", ["lm_head", "layers.2."])
-def test_a_part_that_stays_behind_is_seen(part: str) -> None:
+def test_a_part_that_is_not_synced_is_detected(part: str) -> None:
     "At once, and later too, when it is more than one sync old."
     backend = local()
     for name in [name for name in backend.sync.served if part in name]:
@@ -183,7 +183,7 @@ def test_a_step_that_is_undone_is_checked_again() -> None:
     asyncio.run(run())
 
 
-def test_it_can_be_left_out_and_leaves_nothing_behind() -> None:
+def test_the_audit_leaves_samples_gradients_and_weights_as_they_are() -> None:
     "Samples, gradients and weights of a run are the same, bit by bit."
 
     async def run(audit: bool) -> list[dict[str, float]]:
@@ -221,7 +221,7 @@ def test_no_reply_of_a_sampler_loses_an_update_or_a_sync(well: int) -> None:
 
 
 @pytest.mark.parametrize(("value", "well"), [(np.nan, 0), (-np.inf, 1)])
-def test_no_number_is_no_evidence(value: float, well: int) -> None:
+def test_a_value_that_is_not_finite_is_no_evidence(value: float, well: int) -> None:
     async def run() -> None:
         loop = loop_on(local())
         asked = list[int]()
