@@ -106,9 +106,8 @@ class Pretend(TorchDispatchMode):
             return zeros((), tensors[0].dtype).item()
         if func not in (aten._to_copy.default, aten.copy_.default):
             with torch._C.DisableTorchFunction(), self:
-                decomposed = func.decompose(
-                    *args, **kwargs
-                )  # what inference mode has not taken apart
+                # what inference mode has not taken apart
+                decomposed = func.decompose(*args, **kwargs)
             if decomposed is not NotImplemented:
                 return decomposed
         if any(map(is_on_device, tensors)) and not all(

@@ -110,9 +110,8 @@ class Entry:
     "A backend, and the local one that it must agree with."
 
     open: Callable[[], Backend | Awaitable[Backend]]
-    local_options: dict[str, Any] = field(
-        default_factory=dict
-    )  # of the `local` backend to compare with
+    # of the `local` backend to compare with
+    local_options: dict[str, Any] = field(default_factory=dict)
     weights: Callable[[Backend], Awaitable[dict[str, torch.Tensor]]] = local_weights
 
 
@@ -135,12 +134,8 @@ def opened(request):
 
     def run(test):
         async def inside():
-            opened_backend = BACKENDS[request.param].open()
-            async with (
-                await opened_backend
-                if inspect.isawaitable(opened_backend)
-                else opened_backend as backend
-            ):
+            opening = BACKENDS[request.param].open()
+            async with await opening if inspect.isawaitable(opening) else opening as backend:
                 return await test(backend)
 
         return asyncio.run(inside())

@@ -276,9 +276,8 @@ class RecordingComm(comm.DummyComm):
 def test_an_update_is_one_message(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(comm, "create_comm", RecordingComm)
     live = chart("reward", run_payloads(history(13), {})["reward"]).live()
-    assert any(
-        "figures" in m["state"] for m in RecordingComm.sent
-    )  # announced with its charts, never empty
+    # announced with its charts, never empty
+    assert any("figures" in m["state"] for m in RecordingComm.sent)
     RecordingComm.sent.clear()
     later = run_payloads(history(20), {})
     live.draw(chart("reward", later["reward"]), chart("kl", later["kl"]))

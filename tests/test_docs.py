@@ -326,9 +326,8 @@ def test_the_advantages_of_the_recipe_are_a_setting(tmp_path: Path):
     changes = re.findall(r"^([- ])(.*\n)((?:\+.*\n)+)", "\n".join(lines) + "\n", re.MULTILINE)
     for sign, before, added in changes:
         assert source.count(before) == 1
-        kept = (
-            before if sign == " " else ""
-        )  # a line without a sign stays, and is followed by new ones
+        # a line without a sign stays, and is followed by new ones
+        kept = before if sign == " " else ""
         source = source.replace(before, kept + re.sub(r"^\+", "", added, flags=re.MULTILINE))
     (package / "core" / "advantages.py").write_text(source)
     code = [

@@ -160,9 +160,8 @@ def test_the_shape_is_that_of_vllm(fresh, local):
 def test_echo_in_parallel_lists_begins_with_null(site, local, path, max_tokens):
     with httpx.Client(base_url=site[1]) as client:
         options = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "prompt_cache_max_len": 0}
-        (choice,) = ask(client, path, **options)[
-            "choices"
-        ]  # the literal prefill of Fireworks' guide
+        # the literal prefill of Fireworks' guide
+        (choice,) = ask(client, path, **options)["choices"]
     values = choice["logprobs"]["token_logprobs"]
     assert len(values) == 5 + max_tokens
     assert values[0] is None

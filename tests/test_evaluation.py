@@ -105,11 +105,8 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path):
         "checkpoint": "checkpoints/00002",
     }
     finished_run = rln.Run.open(folder)
-    assert finished_run.checkpoints == [
-        2,
-        3,
-        4,
-    ]  # the best, though only the last two are kept of a run
+    # the best, though only the last two are kept of a run
+    assert finished_run.checkpoints == [2, 3, 4]
     assert (folder / noted["checkpoint"]).is_dir()
     run(folder, [0, 0, 0, 0, 0, 0.4, 0.8, 0.6], resume=True, steps=7)
     assert read_best(folder)["step"] == 6

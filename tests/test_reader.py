@@ -23,9 +23,8 @@ LINE = "line of loop.run"
 XRAY = "sentence of the x-ray"
 DOCTOR = "doctor, from the record"
 PREFLIGHT = "pre-flight"
-EXPECTED_WORDS: tuple[
-    tuple[str, str, int, str], ...
-] = (  # bug, display, step (0 = before the first), words
+# bug, display, step (0 = before the first), words
+EXPECTED_WORDS: tuple[tuple[str, str, int, str], ...] = (
     ("advantages_not_centred", XRAY, 1, r"(?i)advantages[^.]*(do not sum to 0|not centred)"),
     ("reward_reads_prompt", PREFLIGHT, 0, r"(?i)form[^\n]*every completion"),
     (

@@ -350,9 +350,8 @@ def test_a_file_of_another_program_is_left_alone(tmp_path):
         assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine\n")]
         (tmp_path / name).unlink()
     script = grpo_loop(toy_reward).to_script(tmp_path / "other.py")
-    assert (
-        grpo_loop(toy_reward).to_script(tmp_path / "other.py") == script
-    )  # its own it writes again
+    # its own it writes again
+    assert grpo_loop(toy_reward).to_script(tmp_path / "other.py") == script
 
 
 @pytest.mark.parametrize(

@@ -439,9 +439,8 @@ def test_seek_replay_and_resume_know_what_was_changed(tmp_path):
         report = await replay(Run.open(folder.path), 3, make_loop(rows=30))
         assert [p.phase for p in report.phases if p.same is False] == []
         one = make_loop(rows=30)
-        again = [
-            await replay(Run.open(folder.path), step, one) for step in (3, 1)
-        ]  # the settings of 3 are not those of 1
+        # the settings of 3 are not those of 1
+        again = [await replay(Run.open(folder.path), step, one) for step in (3, 1)]
         assert [report.same for report in again] == [True, True]
         other = make_loop(rows=30)
         assert (await other.seek(3, Run.open(folder.path))).gap < 1e-6

@@ -40,9 +40,8 @@ IGNORED_SETTINGS = {
 
 def test_loss_and_gradient_are_those_of_transformers():
     async def ours():
-        loop = make_loop(
-            make_loss=lambda *_: None, **IGNORED_SETTINGS
-        )  # of which the warm-up reads nothing
+        # of which the warm-up reads nothing
+        loop = make_loop(make_loss=lambda *_: None, **IGNORED_SETTINGS)
         record = (await loop.warm_up(ROWS, 1))[0]
         await loop.undo(to="backward")
         await loop.backward()

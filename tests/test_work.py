@@ -81,9 +81,8 @@ def test_training_counts_what_pytorch_counts(options: dict[str, Any], prompt: in
     # the head's logits are made a second time, to save memory
     again = 0 if options else 2 * size.head * scored
     counted = products(counter) - again
-    assert counted == pytest.approx(
-        work.flops, rel=0.06 if options else 1e-9
-    )  # a frozen first layer passes no gradient on
+    # a frozen first layer passes no gradient on
+    assert counted == pytest.approx(work.flops, rel=0.06 if options else 1e-9)
 
 
 def test_sampling_counts_prefill_and_decode_steps():
