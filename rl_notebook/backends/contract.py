@@ -31,13 +31,13 @@ from .base import Capabilities, Sampler, Scorer, WeightSync
 __all__ = []
 
 # %% ../../nbs/backends/03_contract.ipynb #a22ba2d0
-def toy_tokens(tokenizer: Any, count: int = 6) -> list[int]:
-    "The ids of the first `count` tokens of a sentence that every tokenizer knows."
+def toy_tokens(tokenizer: Any) -> list[int]:
+    "Six ids that the tokenizer knows."
     ids = [
         int(t)
         for t in tokenizer.encode("one two three four five six seven", add_special_tokens=False)
     ]
-    return (ids * count)[:count]
+    return (ids * 6)[:6]
 
 
 def toy_datum(tokens: Sequence[int], trained: int | None = None) -> Datum:

@@ -744,33 +744,37 @@ def policy_loss_fn(options: LossOptions) -> PolicyLoss:
 def _call_by_name(
     function: PolicyLoss, tokens: ActiveTokens, tis: Tensor, options: LossOptions
 ) -> Any:
-    "What a loss returns for what it asks for."
-    values: dict[str, Any] = {f.name: getattr(tokens, f.name) for f in fields(tokens)}
-    values |= {"tis": tis, "tokens": tokens, "options": options, "t": tokens, "o": options} | {
-        param: options.param(param) for param in SURROGATE_PARAM_NAMES
+    "Call a loss with what its parameters name; raises `LossError` for a parameter that has neither value nor default."
+    token_fields = {f.name: getattr(tokens, f.name) for f in fields(tokens)}
+    values: dict[str, Any] = {
+        **token_fields,
+        "tis": tis,
+        "tokens": tokens,
+        "t": tokens,
+        "options": options,
+        "o": options,
+        **{param: options.param(param) for param in SURROGATE_PARAM_NAMES},
     }
     parameters = loss_parameters(function)
-    asked = {name: values[name] for name, p in parameters.items() if name in values}
-    asked = {
-        k: v
-        for k, v in asked.items()
-        if v is not None or parameters[k].default is inspect.Parameter.empty
-    }
-    if none := [name for name, value in asked.items() if value is None]:
-        fix = f"Give it a default, as in def {options.policy_loss}(..., {none[0]}=0.2), or set it."
-        raise LossError(
-            f"{none[0]} of policy_loss {options.policy_loss!r}",
-            got="none",
-            expected="a value",
-            fix=fix,
-        )
+    arguments: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        if name not in values:
+            continue
+        if values[name] is not None:
+            arguments[name] = values[name]
+        elif parameter.default is inspect.Parameter.empty:
+            fix = f"Give it a default, as in def {options.policy_loss}(..., {name}=0.2), or set it."
+            raise LossError(
+                f"{name} of policy_loss {options.policy_loss!r}",
+                got="none",
+                expected="a value",
+                fix=fix,
+            )
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments[name] = {k: v for k, v in token_fields.items() if k not in arguments}
     bound = inspect.signature(function).bind_partial()
-    bound.arguments |= asked
-    for p in parameters.values():
-        if p.kind is p.VAR_KEYWORD:
-            bound.arguments[p.name] = {
-                f.name: values[f.name] for f in fields(tokens) if f.name not in asked
-            }
+    bound.arguments |= arguments
     return function(*bound.args, **bound.kwargs)
 
 

@@ -20,7 +20,7 @@ from ..core.advantages import has_no_signal, with_advantages
 from ..backends.base import Backend, Capabilities, Meter
 from ..task.chat import first_difference
 from ..config.config import Config, completions_at_once
-from ..core.types import ConfigError, Datum, PromptGroup, RewardError, RolloutSample
+from ..core.types import ConfigError, Datum, PromptGroup, RewardError
 from ..task.data import Row, Prompt
 from ..core.datums import attach, datums_from_groups
 from ..core.findings import Finding, Findings

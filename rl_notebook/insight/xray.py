@@ -22,7 +22,6 @@ from rl_notebook.core.types import (
     DatumError,
     Logprobs,
     PromptGroup,
-    RecordError,
     RolloutSample,
 )
 from ..core.loss_params import NO_RATIO, SURROGATE_PARAMS

@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 
 # %% auto #0
-__all__ = ['SyncError', 'open_fireworks', 'promote_weights', 'check_fireworks']
+__all__ = ['PROMOTION_TIMEOUT', 'SyncError', 'open_fireworks', 'promote_weights', 'check_fireworks']
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #522633b8
 from ...core.align import align_routing
@@ -789,13 +789,13 @@ async def begin(backend: FireworksBackend, cfg: Config, known: bool) -> None:
     backend.capabilities = replace(backend.capabilities, seed=bool(seeded.ok))
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #a4ec0299
+PROMOTION_TIMEOUT = 90.0  # seconds until a snapshot must be listed
+
+
 async def promote_weights(
     backend: FireworksBackend,
     rlor_mgr: Any,  # the SDK's TrainerJobManager
     output_model_id: str,  # 1 to 63 of a-z, 0-9 and "-"
-    *,
-    appear_s: float = 90.0,  # until the snapshot must be listed
-    poll_interval_s: float = 1.0,
 ) -> str:  # the full name of the model
     "Publish the policy's present weights as a model of the account; raises `BackendError`."
     policy: Any = backend.policy
@@ -808,7 +808,7 @@ async def promote_weights(
             ).snapshot_name
 
         snapshot = policy.link.call(save)
-        end = time.monotonic() + appear_s
+        end = time.monotonic() + PROMOTION_TIMEOUT
         sync.newest = snapshot  # a delta would be one against it
         with as_backend_errors(f"promotion of {snapshot}"):
 
@@ -822,9 +822,9 @@ async def promote_weights(
                     raise BackendError(
                         "the final snapshot",
                         got="not listed",
-                        expected=f"a row within {appear_s:g} s",
+                        expected=f"a row within {PROMOTION_TIMEOUT:g} s",
                     )
-                time.sleep(poll_interval_s)
+                time.sleep(1.0)
             named = {"name": rows[0]["name"], "output_model_id": output_model_id}
             return rlor_mgr.promote_checkpoint(base_model=backend.infra.policy.base_model, **named)[
                 "name"

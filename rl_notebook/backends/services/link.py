@@ -489,11 +489,14 @@ def send_update(
     return metrics | ({"forward_gap": max(known)} if known else {})
 
 # %% ../../../nbs/backends/services/03_link.ipynb #3c39ce3e
-def label_of(name: str, longest: int = 32) -> str:
+MAX_LABEL = 32  # letters
+
+
+def label_of(name: str) -> str:
     "A DNS label from any name, or from the last two parts of a path."
     tail = "-".join(part for part in re.split(r"[/\\]+", name)[-2:] if part)
     clean = re.sub(r"[^a-z0-9]+", "-", tail.lower()).strip("-")
-    return (clean if len(clean) <= longest else clean[-longest:].strip("-")) or "state"
+    return clean[-MAX_LABEL:].strip("-") or "state"
 
 # %% ../../../nbs/backends/services/03_link.ipynb #c55ca68d
 def state_name(label: str, versions: Versions, tag: str, number: int) -> str:

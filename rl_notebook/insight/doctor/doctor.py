@@ -16,7 +16,6 @@ import numpy as np
 
 from ...backends.base import Backend
 from rl_notebook.insight.doctor.causes import (
-    CONTEXTS,
     FIXES,
     NONE,
     NO_MISMATCH,
