@@ -9,6 +9,7 @@ import html
 import itertools
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import numpy as np
@@ -400,19 +401,60 @@ def step_denominator(datums: Sequence[Datum], aggregation: str) -> float:
         [d.num_loss_tokens for d in datums], [d.group for d in datums], aggregation
     )
 
+# %% ../../nbs/loop/02_step.ipynb #592ee47b
+MERGE_RULES = (
+    ("loss", "sum"),
+    ("num_*", "sum"),
+    ("grad/abs_sum", "sum"),
+    ("perf/prefix_tokens_saved", "sum"),
+    ("grad_norm/*", "last"),  # of what is accumulated so far
+    ("min", "min"),
+    ("*/min", "min"),
+    ("*_min", "min"),
+    ("max", "max"),
+    ("*/max", "max"),
+    ("*_max", "max"),
+    ("*_share", "mean over gradient"),
+    ("*", "mean over tokens"),
+)
+
+
+def merge_rule(name: str) -> str:
+    "How a metric of several calls becomes one: the first rule whose pattern fits its name."
+    return next(rule for pattern, rule in MERGE_RULES if fnmatchcase(name, pattern))
+
+
+def merge_values(
+    rule: str,
+    values: np.ndarray,  # of one metric, by call; NaN = the call has none
+    tokens: np.ndarray,  # in the loss of each call
+    gradient: np.ndarray,  # sum of |dL/dlogprob| of each call
+) -> float:
+    "One metric of several calls."
+    match rule:
+        case "sum":
+            return float(np.nansum(values))
+        case "last":
+            return float(values[-1])
+        case "min":
+            return float(np.nanmin(values))
+        case "max":
+            return float(np.nanmax(values))
+    weights = gradient if rule == "mean over gradient" else tokens
+    known = ~np.isnan(values) & (weights > 0)
+    return float(np.average(values[known], weights=weights[known])) if known.any() else float("nan")
+
 # %% ../../nbs/loop/02_step.ipynb #81b28791
 def merge_outputs(outputs: Sequence[LossOutput]) -> LossOutput:
-    "One output from several calls: losses and counts add up, extremes stay extreme, the rest is averaged."
+    "One output from several calls: their losses add up, their metrics follow `MERGE_RULES`."
     if len(outputs) == 1:
         return outputs[0]
-    tokens, mass = (
-        np.array([o.metrics.get(k, 1.0) for o in outputs])
-        for k in ("num_loss_tokens", "grad/abs_sum")
-    )
+    tokens = np.array([o.metrics.get("num_loss_tokens", 1.0) for o in outputs])
+    gradient = np.array([o.metrics.get("grad/abs_sum", 1.0) for o in outputs])
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(n for o in outputs for n in o.metrics):
         values = np.array([o.metrics.get(name, np.nan) for o in outputs])
-        metrics[name] = _merged(name, values, mass if name.endswith("_share") else tokens)
+        metrics[name] = merge_values(merge_rule(name), values, tokens, gradient)
     return LossOutput(
         loss=sum(o.loss for o in outputs),
         metrics=metrics,
@@ -427,19 +469,6 @@ def join_updates(outputs: Sequence[LossOutput]) -> LossOutput:
     loss = merged.loss / len(outputs)
     metrics = {name: loss if name == "loss" else value for name, value in merged.metrics.items()}
     return replace(merged, loss=loss, metrics=metrics)
-
-# %% ../../nbs/loop/02_step.ipynb #592ee47b
-def _merged(name: str, values: np.ndarray, weights: np.ndarray) -> float:
-    "One metric of several calls; `weights` are tokens, or sums of |dL/dp| for shares of the gradient."
-    if name in ("loss", "grad/abs_sum", "perf/prefix_tokens_saved") or name.startswith("num_"):
-        return float(np.nansum(values))
-    if name.startswith("grad_norm/"):  # of what is accumulated so far
-        return float(values[-1])
-    last = name.rsplit("/", 1)[-1]
-    if last in ("min", "max") or last.endswith(("_min", "_max")):
-        return float((np.nanmin if last.endswith("min") else np.nanmax)(values))
-    known = ~np.isnan(values) & (weights > 0)
-    return float(np.average(values[known], weights=weights[known])) if known.any() else float("nan")
 
 # %% ../../nbs/loop/02_step.ipynb #ce631529
 async def backward_builtin(
