@@ -216,21 +216,29 @@ def test_after_a_stop_step_continues(kind):
 # --- settings that change while the loop stands -------------------------------------------------------------------
 
 
-def test_a_setting_changed_in_a_step_counts_from_the_next_one_on_and_is_in_its_record(capsys):
+def test_a_setting_changes_between_two_steps_and_is_in_the_record_of_the_next(capsys):
     async def main():
         loop = make_loop(rows=30, keep=ALL, kl_beta=0.0)
         await up_to(loop, "backward")
-        changed = loop.change(learning_rate=3e-4, max_completion_tokens=9)
-        assert "learning_rate: 0.001 -> 0.0003, from step 2 on" in repr(changed)
-        assert (loop.cfg.learning_rate, loop.next_settings.learning_rate) == (1e-3, 3e-4)
-        loop.cfg = replace(loop.next_settings, kl_beta=0.05)
-        assert "kl_beta: 0.0 -> 0.05, from step 2 on" in capsys.readouterr().out
+        for change in (
+            lambda: loop.change(learning_rate=3e-4),
+            lambda: setattr(loop, "cfg", replace(loop.cfg, learning_rate=3e-4)),
+        ):
+            with pytest.raises(
+                PhaseError, match=r"change of learning_rate: got a step that has begun.*loop\.step"
+            ):
+                change()
+        assert loop.cfg.learning_rate == 1e-3
         assert "reward: " in repr(loop.change(reward=LENGTH))
         assert loop.state.current == "score"
         await up_to(loop, "optimize")
         with pytest.raises(PhaseError, match=r"another reward.*updated"):
             loop.change(reward=LENGTH)
         first = await loop.step()
+        changed = loop.change(learning_rate=3e-4, max_completion_tokens=9)
+        assert "learning_rate: 0.001 -> 0.0003" in repr(changed)
+        loop.cfg = replace(loop.cfg, kl_beta=0.05)
+        assert "kl_beta: 0.0 -> 0.05" in capsys.readouterr().out
         second = await loop.step()
         assert (first.metrics["learning_rate"], first.options["kl_beta"]) == (1e-3, 0.0)
         assert (second.metrics["learning_rate"], second.options["kl_beta"]) == (3e-4, 0.05)
@@ -240,8 +248,6 @@ def test_a_setting_changed_in_a_step_counts_from_the_next_one_on_and_is_in_its_r
             settings | {"reward": "LENGTH"},
         )
         assert max(s.completion_len for g in second.groups for s in g.samples) <= 9
-        assert "from step 3 on" in repr(loop.change(learning_rate=1e-4))
-        assert loop.cfg.learning_rate == 1e-4
         loop.change(epochs=3)
         await loop.undo()
         assert (loop.cfg.epochs, loop.cursor.total) == (3, 90)
@@ -265,11 +271,9 @@ def test_a_rejected_update_is_tried_again_in_its_step_at_a_lower_rate_or_with_an
                 BackendError, match=r"step 1: .*rejected.*as before.*loop\.change\(learning_rate="
             ):
                 await loop.step()
-        changed = repr(loop.change(learning_rate=1e-3, epochs=2))
-        assert (
-            changed
-            == "epochs: 1 -> 2, from step 2 on\nlearning_rate: 9e+37 -> 0.001, from step 1 on"
-        )
+        with pytest.raises(PhaseError, match="change of epochs: got a step that has begun"):
+            loop.change(learning_rate=1e-3, epochs=2)
+        assert repr(loop.change(learning_rate=1e-3)) == "learning_rate: 9e+37 -> 0.001"
         first = await loop.step()
         assert first.changed == {"learning_rate": 1e-3}
         await up_to(loop, "backward")
@@ -371,12 +375,11 @@ IMPOSSIBLE = [
 def test_a_change_that_backend_or_loop_cannot_take_is_rejected_at_once():
     async def main():
         loop = make_loop(rows=12, keep=ALL)
-        await up_to(loop, "sync")
-        before = (loop.cfg, loop.next_settings, loop.arguments, loop.advantage_fn)
+        before = (loop.cfg, loop.arguments, loop.advantage_fn)
         for settings, message in IMPOSSIBLE:
             with pytest.raises((ConfigError, LossError), match=message):
                 loop.change(**settings)
-            assert (loop.cfg, loop.next_settings, loop.arguments, loop.advantage_fn) == before
+            assert (loop.cfg, loop.arguments, loop.advantage_fn) == before
         assert [(await loop.step()).step for _ in range(2)] == [1, 2]
 
     run(main())

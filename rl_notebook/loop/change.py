@@ -5,7 +5,7 @@
 # %% ../../nbs/loop/06_change.ipynb #64beca41
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,13 +13,11 @@ from typing import Any
 __all__ = ['Changed']
 
 # %% ../../nbs/loop/06_change.ipynb #8f69ebed
-from ..core.advantages import AdvantageFn
 from ..core.validation import marked
 from ..core.types import ConfigError, PhaseError
 from ..config.config import Config, LossSettings, UpdateSettings, completions_at_once
 from .rollouts import CircuitBreaker, bounded
 from rl_notebook.loop.setup import (
-    Task,
     as_task,
     check_backend,
     check_loss,
@@ -45,12 +43,12 @@ CHANGEABLE_AHEAD = (  # what can change while rows are sampled and graded ahead
 # %% ../../nbs/loop/06_change.ipynb #4f76de6c
 @dataclass(frozen=True)
 class Changed:
-    "Settings that were changed, and when that counts."
+    "Settings and functions that were changed."
 
-    rows: tuple[tuple[str, Any, Any, str], ...]  # (name, was, is, when)
+    rows: tuple[tuple[str, Any, Any], ...]  # (name, was, is)
 
     def __repr__(self) -> str:
-        lines = [f"{name}: {was!r} -> {now!r}, {when}" for name, was, now, when in self.rows]
+        lines = [f"{name}: {was!r} -> {now!r}" for name, was, now in self.rows]
         return "\n".join(lines) or "nothing was changed"
 
 # %% ../../nbs/loop/06_change.ipynb #8b8e94e2
@@ -100,47 +98,50 @@ def score_at(loop: Loop, temperature: float) -> None:
         backend.capabilities = replace(backend.capabilities, policy_temperature=temperature)
 
 # %% ../../nbs/loop/06_change.ipynb #94ac8ffe
+def check_between_steps(loop: Loop, names: Sequence[str]) -> None:
+    "Raise PhaseError for settings that would change within a step; one whose update was rejected takes those of the update."
+    state = loop.state
+    is_retried = state.rejected and "optimize" not in state.values
+    late = [name for name in names if not (is_retried and name in READ_BY_UPDATE)]
+    if state.values and late:
+        raise PhaseError(
+            f"change of {', '.join(late)}",
+            where=loop.place,
+            got="a step that has begun",
+            expected="a change between two steps",
+            fix="Finish the step with await loop.step(), or try another loss on it with loop.loss(...).",
+        )
+
+
 def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions: Any) -> Changed:
-    "Change settings of the next step: a whole config, or values by dotted name; `functions`: reward, make_loss."
+    "Change settings between two steps: a whole config, or values by dotted name; `functions`: reward, make_loss."
     loop.weights.shared.check_idle(loop.weights, "change of settings", "Pause it first.")
-    old = loop.next_settings
+    old = loop.settings
     state = loop.state
     cfg = changes if isinstance(changes, Config) else Config.from_dict(old.to_dict(), changes)
-    rows = [
-        *old.diff(cfg).rows,
-        *(
-            (n, function_names(loop.arguments[n]), function_names(function))
-            for n, function in functions.items()
-        ),
+    settings = old.diff(cfg).rows
+    replaced = [
+        (name, function_names(loop.arguments[name]), function_names(function))
+        for name, function in functions.items()
     ]
+    rows = (*settings, *replaced)
     check_not_opened(rows, loop.place)
     for name, *_ in rows:
         check_not_ahead(loop, name)
     check_loss(cfg.loss, functions.get("make_loss", loop.make_loss))
+    check_between_steps(loop, [name for name, *_ in settings])
     if functions and state.updated:
-        fix = "Run await loop.step() to finish it first."
         raise PhaseError(
             f"another {' and '.join(functions)}",
             where=loop.place,
             got="a step that is updated",
-            fix=fix,
+            fix="Run await loop.step() to finish it first.",
         )
-    what_follows(loop, cfg, functions)  # raises here, and not when the step ends
-    begun = bool(state.values)
-    at_once = dict[str, Any]()
-    if state.rejected and "optimize" not in state.values:  # the update is to be tried again
-        at_once = {name: now for name, _, now in rows if name in READ_BY_UPDATE}
-    if functions or at_once or not begun:
-        now = Config.from_dict(loop.settings.to_dict(), at_once) if begun else cfg
-        take_settings(loop, now, functions)
-    loop.next_settings = cfg
+    take_settings(loop, cfg, functions)
     if functions:  # what another one has made is made again
         kept = PHASES.index("score" if "reward" in functions else "loss")
         state.values = {p: v for p, v in state.values.items() if PHASES.index(p) < kept}
-    first = {
-        name: state.number + (begun and name not in {*functions, *at_once}) for name, *_ in rows
-    }
-    return Changed(tuple((*row, f"from step {first[row[0]]} on") for row in rows))
+    return Changed(rows)
 
 
 def arguments_for(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,32 +154,23 @@ def arguments_for(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> dict
     return arguments
 
 
-def what_follows(
-    loop: Loop, cfg: Config, functions: Mapping[str, Any]
-) -> tuple[dict[str, Any], Task, AdvantageFn | None]:
-    "The arguments of a loop, its task and its comparison of rewards with these settings; raises for invalid ones."
+def take_settings(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> None:
+    "Put settings into a loop, and all that follows from them; nothing is changed if they are invalid."
     check_changeable(loop, cfg)
     arguments = arguments_for(loop, cfg, functions)
     setup = rollout_setup(loop.backend, cfg, arguments["extras"], loop.sampler)
     task = as_task(arguments["reward"], cfg.signal, setup)
-    return arguments, task, load_advantage_fn(arguments["advantage_fn"] or cfg.advantage_fn)
-
-
-def take_settings(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> None:
-    "Put settings into a loop, and all that follows from them; nothing is changed if they are invalid."
-    arguments, task, compare = what_follows(loop, cfg, functions)
+    advantage_fn = load_advantage_fn(arguments["advantage_fn"] or cfg.advantage_fn)
     score_at(loop, cfg.temperature)
-    loop.next_settings = cfg
-    if functions or loop.settings.diff(cfg):
-        loop.task = task
-        loop.arguments = arguments
-        loop.make_loss = arguments["make_loss"]
-        loop.settings = cfg
-        loop.advantage_fn = compare
-        loop.sampler = bounded(loop.sampler, completions_at_once(cfg))
-        loop.breaker = CircuitBreaker(cfg.max_rollout_failure_rate)
-        loop.state.cursor = replace(loop.state.cursor, epochs=cfg.epochs)
-        loop.intake.cursor = replace(loop.cursor, epochs=cfg.epochs)
+    loop.task = task
+    loop.arguments = arguments
+    loop.make_loss = arguments["make_loss"]
+    loop.settings = cfg
+    loop.advantage_fn = advantage_fn
+    loop.sampler = bounded(loop.sampler, completions_at_once(cfg))
+    loop.breaker = CircuitBreaker(cfg.max_rollout_failure_rate)
+    loop.state.cursor = replace(loop.state.cursor, epochs=cfg.epochs)
+    loop.intake.cursor = replace(loop.cursor, epochs=cfg.epochs)
 
 # %% ../../nbs/loop/06_change.ipynb #e14f9568
 def function_names(functions: Any) -> Any:

@@ -63,7 +63,6 @@ from rl_notebook.loop.change import (
     change_settings,
     changed_since_opened,
     check_not_opened,
-    take_settings,
 )
 from .evaluation import custom_evaluation, evaluation_metrics, held_out_groups
 from .groups import Finished, Gate, Producer, ScoredGroup
@@ -585,14 +584,12 @@ class GRPOLoop(Loop):
             )
 
     def _open_next_step(self, record: StepRecord) -> None:
-        "Let the next step begin, with the settings that count from there on."
+        "Let the next step begin."
         self.intake.cursor = self._cursor_after()
         bonus = bonus_after(self.cfg.loss, record, self.state.bonus)
         number = self.state.number + 1
         self.state = StepState(number, self.cursor, tuple(self.pending), bonus=bonus)
         self.eval_metrics = {}
-        if self.settings.diff(self.next_settings):
-            take_settings(self, self.next_settings, {})
 
     # --- a step, and what it is made of
 
@@ -1069,9 +1066,10 @@ class GRPOLoop(Loop):
         make_loss: LossFactory | None = None,  # None = the one that it has
         **settings: Any,  # fields of Config
     ) -> Changed:
-        """Change settings, from the next step on, or functions, at once. Records say what was changed.
+        """Change settings, between two steps, or functions, also within one. Records say what was changed.
 
-        A step whose update was rejected takes settings of the update at once, such as a lower `learning_rate`."""
+        Raises `PhaseError` for settings once a phase of the step has run. One whose update was rejected takes settings of
+        the update, such as a lower `learning_rate`."""
         functions = {"reward": reward, "make_loss": make_loss}
         functions = {name: fn for name, fn in functions.items() if fn is not None}
         return change_settings(self, settings, **functions)

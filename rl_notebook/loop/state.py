@@ -82,7 +82,7 @@ class StepState:
     updates: tuple[int, ...] = ()  # datums of each optimizer step, where there are several
     # updates of this step so far, and their measurements
     made: tuple[tuple[LossReport, dict[str, float]], ...] = ()
-    # whether an update was rejected: settings of the update then count at once
+    # whether an update was rejected: then settings of the update may change within the step
     rejected: bool = False
     # what a sync after this step, or before it, brought; None = it was not looked at
     synced: SyncReport | None = None
@@ -265,8 +265,7 @@ class Loop:
     ):
         self.backend = backend
         self.name = name
-        # now, when opened, of the next step
-        self.settings = self.began_with = self.next_settings = cfg or Config()
+        self.settings = self.began_with = cfg or Config()  # now, and when it was opened
         check_backend(self.cfg, backend, rows)
         check_recipe(self.cfg.recipe, self.recipes, type(self).__name__)
         check_loss(self.cfg.loss, make_loss)

@@ -377,7 +377,7 @@ def loop_parts(
     "What a script needs to make the steps of a loop; its functions are added to `sources`."
     arguments = loop.arguments
     keywords = dict[str, str]()
-    cfg = fit_length(loop, loop.next_settings)
+    cfg = fit_length(loop, loop.cfg)
     with_rows = config_with_rows(cfg, loop.rows, loop.eval_rows)
     cfg = with_rows or replace(cfg, dataset=rows_file, eval_rows=0)
     fns = reward_functions(loop)
@@ -509,7 +509,7 @@ class Script:
 def steps_notes(loop: Loop, cfg: Config) -> list[str]:
     "That settings changed, or that the script makes more steps than the loop has made."
     notes = list[str]()
-    changes = fit_length(loop, loop.began_with).diff(fit_length(loop, loop.next_settings))
+    changes = fit_length(loop, loop.began_with).diff(fit_length(loop, loop.cfg))
     if changes:
         names = ", ".join(name for name, *_ in changes.rows)
         notes.append(

@@ -426,7 +426,7 @@ class SettingsPane:
         self.message = ipywidgets.HTML()
         self.button.on_click(lambda _: change())
         self.shown = ipywidgets.ToggleButton(
-            description="Settings", icon="sliders", tooltip="Change them while paused"
+            description="Settings", icon="sliders", tooltip="Change them between two steps"
         )
         self.box = box_of(
             [*self.fields.values(), self.button, self.message], "rld-settings", display="none"
@@ -439,7 +439,7 @@ class SettingsPane:
         self, loop: Loop, busy: str
     ) -> None:  # busy: why nothing can be changed now; empty when it can
         "Show what the loop has, where that is news."
-        now = {name: getattr(loop.next_settings, name) for name in self.fields}
+        now = {name: getattr(loop.cfg, name) for name in self.fields}
         for name, value in now.items():
             if value != self.known.get(name):
                 self.fields[name].value = value
@@ -565,7 +565,7 @@ def slow_down(dashboard: Dashboard, seconds: float) -> None:
 
 # %% ../../nbs/views/04_dashboard.ipynb #99f19c01
 def apply_settings(dashboard: Dashboard) -> None:
-    "Change the settings that were typed, and say when each counts, or why it cannot be changed."
+    "Change the settings that were typed, and say what was changed, or why it cannot be."
     pane = dashboard.screen.settings
     loop = dashboard.loop
     try:
