@@ -13,7 +13,7 @@ import math
 import os
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,15 +30,15 @@ from ..backends.work import memory_metrics, work_metrics
 from ..config.config import Config
 from ..core.advantages import BATCH_SCALES, advantages_by, with_advantages
 from ..core.datums import datums_from_groups
-from ..core.losses import PolicyLoss, loss_name
+from ..core.losses import PolicyLoss
 from ..core.metrics import merge_metrics, step_metrics
 from ..core.interrupts import interrupts_held, on_interrupt
 from rl_notebook.core.types import (
+    AdamParams,
     BackendError,
     Datum,
     PhaseError,
     PromptGroup,
-    RewardError,
     printable,
     shown_as,
 )
@@ -71,23 +71,23 @@ from rl_notebook.loop.phases import (
     attach_logprobs,
     attach_reference,
     bonus_after,
-    chosen_loss,
-    chosen_options,
     compute_gradient,
-    current_entropy_bonus,
     cursor_after,
     encode_numbers,
     gather_groups,
     have_tokens,
     join_reports,
     list_training,
+    loss_changes,
+    loss_with,
     max_in_flight,
     minibatches,
     must_wait,
     next_numbers,
     not_scored_yet,
     note_passes,
-    policy_scores,
+    optional_metrics,
+    recorded_options,
     schedule_metrics,
     score_groups,
     score_groups_here,
@@ -95,6 +95,7 @@ from rl_notebook.loop.phases import (
     sources_of,
     sync_postponed,
     takes_loss_options,
+    visits_of,
 )
 from .rollouts import groups_per_pass, require_some
 from .setup import as_rows
@@ -105,7 +106,6 @@ from rl_notebook.loop.step import (
     LossReport,
     PhaseMetrics,
     PhaseResult,
-    evaluate_loss,
     list_datums,
     list_groups,
     list_prompts,
@@ -273,19 +273,13 @@ class GRPOLoop(Loop):
         Rewards that wait, because they are `async` or have a time limit, are awaited: `await loop.score()`. With
         `wait=True` all are, and plain functions run in threads; `False` runs them here, one after another."""
         rollouts = enter(self.state, "score")
-        fns = self.task.reward_fns
-        if reward_fns is not None:
-            fns = as_reward_fns(reward_fns, self.cfg.reward_weights)
+        fns = self._reward_fns(reward_fns)
         if must_wait(fns, self.cfg.signal) if wait is None else wait:
             self.state.awaited = (*AWAITED, "score")
             return not_scored_yet(partial(self._score_and_wait, fns))
-        try:
-            with self.timed("score"):
-                groups = score_groups_here(rollouts, fns, self.cfg.min_group_size)
-            return self._put_groups(groups)
-        except RewardError as error:
-            # its cause has the lines of the reward function; those between are of no use
-            raise error.with_traceback(None) from error.__cause__
+        with self.timed("score"):
+            groups = score_groups_here(rollouts, fns, self.cfg.min_group_size)
+        return self._put_groups(groups)
 
     @requires_idle
     def advantages(self, scale: str | None = None) -> PhaseResult[PromptGroup]:
@@ -336,14 +330,9 @@ class GRPOLoop(Loop):
         datums = enter(self.state, "loss")
         if nothing := skip(self.state, "loss"):
             return nothing
-        scored = policy_scores(datums, self.state.cache)
-        if policy_loss is not None:
-            named = loss_name(policy_loss) if callable(policy_loss) else policy_loss
-            changes["policy_loss"] = named
-        changes = changes or dict(self.state.changes)
+        changes = loss_changes(self.state, policy_loss, changes)
         with self.timed("loss"):
-            make_loss = chosen_loss(self.make_loss, self.cfg.loss, self.state, changes)
-            output = evaluate_loss(datums, scored, make_loss)
+            output = loss_with(changes, self.make_loss, self.cfg.loss, self.state)
         self.state.changes = changes  # only what could be computed is kept
         return self.state.put("loss", LossReport(output, tuple(datums), self.backend.tokenizer))
 
@@ -364,17 +353,14 @@ class GRPOLoop(Loop):
         """Update the weights with the accumulated gradient; what was before can be restored with `undo`.
 
         Called again after an interrupt, it continues with the first minibatch that has not had its update."""
-        state = self.state
-        enter(state, "optimize")
-        if nothing := skip(state, "optimize"):
-            with self.now_running("optimize"):
-                await self.weights.shared.complete(self._keep_without_update())
+        enter(self.state, "optimize")
+        if nothing := skip(self.state, "optimize"):
+            await self.weights.shared.complete(self._keep_without_update())
             return nothing
         with self.timed("optimize"):
-            await self._update_all()
-        state.values["backward"], metrics = join_reports(state.made)
-        headline = f"weights updated in step {state.number}"
-        return state.put("optimize", PhaseMetrics(headline, metrics))
+            while report := await self._next_gradient():
+                await self.weights.shared.complete(self._update(report))
+        return self._put_update()
 
     @run_exclusively
     async def sync(self) -> PhaseMetrics:
@@ -398,11 +384,16 @@ class GRPOLoop(Loop):
             for output in self.outputs:
                 output(record)
             self._warn_without_folder(record)
-            self.records.append(record)
             self._open_next_step(record)
         return record
 
     # --- what the phases compute with
+
+    def _reward_fns(self, reward_fns: Any) -> Any:
+        "The rewards of a step: these, with the weights of the config, or the loop's."
+        if reward_fns is None:
+            return self.task.reward_fns
+        return as_reward_fns(reward_fns, self.cfg.reward_weights)
 
     def compute_advantages(
         self, groups: Sequence[PromptGroup], scale: str | None = None
@@ -461,26 +452,25 @@ class GRPOLoop(Loop):
         )
         return LossReport(output, tuple(datums), self.backend.tokenizer)
 
-    async def _update_all(self) -> None:
-        "The updates of a step that have not been made: of the gradient that is there, then of each further minibatch."
+    async def _next_gradient(self) -> LossReport | None:
+        "The gradient of the next update: that of `backward`, then of each further minibatch; None after the last."
         state = self.state
-        if not state.made:
-            await self.weights.shared.complete(self._update(state.values["backward"]))
-        if state.updates:
-            parts = minibatches(state.values["reference"], self.cfg.ppo_n_minibatches)
-            for part in parts[len(state.made) :]:
-                await self.weights.shared.complete(self._update(await self._replace_gradient(part)))
+        made = len(state.made)
+        if not made:
+            return state.values["backward"]
+        if made >= len(state.updates):
+            return None
+        parts = minibatches(state.values["reference"], self.cfg.ppo_n_minibatches)
+        return await self._replace_gradient(parts[made])
 
     async def _update(self, report: LossReport) -> None:
         "One optimizer step with the gradient of a pass, noted in the step; before its first, a snapshot for `undo`."
         state = self.state
         before = None if state.made else await self.weights.remember()
         is_audited = self.cfg.sync_audit and self.cfg.weight_sync_interval
+        rows = report.datums if is_audited else ()
         try:
-            adam = self.cfg.adam()
-            factor = self._schedule_metrics().get("learning_rate/schedule", 1.0)
-            adam = replace(adam, learning_rate=adam.learning_rate * factor)
-            rows = report.datums if is_audited else ()
+            adam = self._adam()
             measured = await self.weights.update(adam, state.normalization, before, rows)
         except BackendError as error:
             state.rejected = True
@@ -489,13 +479,27 @@ class GRPOLoop(Loop):
             raise BackendError(str(error), where=f"step {state.number}") from error
         state.made = (*state.made, (report, measured))
 
+    def _put_update(self) -> PhaseMetrics:
+        "The updates of a step as the values of `backward` and `optimize`."
+        state = self.state
+        state.values["backward"], metrics = join_reports(state.made)
+        headline = f"weights updated in step {state.number}"
+        return state.put("optimize", PhaseMetrics(headline, metrics))
+
     async def _keep_without_update(self) -> None:
         "A step that changes no weights can be taken back, too."
-        self.weights.snapshots.add(await self.weights.remember())
+        with self.now_running("optimize"):
+            self.weights.snapshots.add(await self.weights.remember())
 
     def _schedule_metrics(self) -> dict[str, float]:
         "What the learning rate of the current step is multiplied by."
         return schedule_metrics(self.cfg.update, self.state.number, self.planned_steps, self.place)
+
+    def _adam(self) -> AdamParams:
+        "The settings of the optimizer in the current step."
+        adam = self.cfg.adam()
+        factor = self._schedule_metrics().get("learning_rate/schedule", 1.0)
+        return replace(adam, learning_rate=adam.learning_rate * factor)
 
     async def _sync_now(self) -> PhaseMetrics:
         "A sync, noted in the step."
@@ -508,49 +512,22 @@ class GRPOLoop(Loop):
 
     def make_record(self) -> StepRecord:
         "The values of this step's phases as one record."
-        state, values = self.state, self.state.values
+        state = self.state
+        values = state.values
         report = values["backward"] if isinstance(values["backward"], LossReport) else None
-        datums = report.datums if report else ()
-        output = report.output if report else None
-        metrics = step_metrics(
-            values["advantages"],
-            datums,
-            output,
-            values["optimize"].metrics,
-            policy_version=state.policy_version,
-        )
-        options = chosen_options(self.cfg.loss, state)
-        if self.make_loss is not None and not (state.changes or state.is_supervised):
-            kind = type(self.make_loss).__name__
-            options["make_loss"] = getattr(self.make_loss, "__qualname__", kind)
-        more_metrics = {
-            "kl_beta": options["kl_beta"],
-            "epoch": self.cursor.consumed / len(self.rows),
-            **self._schedule_metrics(),
-        }
-        bonus = current_entropy_bonus(self.cfg.loss, state)
-        if bonus is not None and not state.is_supervised:
-            more_metrics["entropy/coeff"] = bonus[0]
-        if state.is_supervised and output:
-            more_metrics["warm_up/loss"] = output.loss
-        if state.synced:
-            more_metrics |= state.synced.metrics
-        spans = [(what, begin - self.opened, end - self.opened) for what, begin, end in state.spans]
+        options = recorded_options(self.cfg.loss, state, self.make_loss)
+        more = self.extra_record_fields()
+        metrics = self._record_metrics(report, options, more.pop("metrics", {}))
         speed = work_metrics(state.work)
         if speed:
             speed |= memory_metrics()
-        after = self._cursor_after()
-        # whether its rows come more or less often from now on
-        counts_visits = after.floor is not None and not state.is_supervised
-        more = self.extra_record_fields()
+        timeline = [(phase, a - self.opened, b - self.opened) for phase, a, b in state.spans]
         return StepRecord(
             step=state.number,
             groups=tuple(values["advantages"]),
-            datums=datums,
-            loss=output,
-            metrics=merge_metrics(
-                metrics, more_metrics, self.eval_metrics, more.pop("metrics", {})
-            ),
+            datums=report.datums if report else (),
+            loss=report.output if report else None,
+            metrics=metrics,
             options=options,
             reason="" if report else values["datums"].headline,
             policy_version=self.policy_version,
@@ -562,13 +539,31 @@ class GRPOLoop(Loop):
             divided_by=state.normalization if report else "none",
             updates=state.updates if report else (),
             changed=changed_since_opened(self),
-            timeline=(*spans, *more.pop("timeline", ())),
+            timeline=(*timeline, *more.pop("timeline", ())),
             sources=sources_of(self, options),
-            visits=tuple(
-                after.seen[after.index(g.number)] for g in values["advantages"] if counts_visits
-            ),
+            visits=visits_of(self._cursor_after(), state),
             **more,
         )
+
+    def _record_metrics(
+        self, report: LossReport | None, options: Mapping[str, Any], more: Mapping[str, float]
+    ) -> dict[str, float]:
+        "Every metric of the step: of its phases, of its settings, of evaluations, and what this kind of loop adds."
+        state = self.state
+        measured = step_metrics(
+            state.values["advantages"],
+            report.datums if report else (),
+            report.output if report else None,
+            state.values["optimize"].metrics,
+            policy_version=state.policy_version,
+        )
+        settings = {
+            "kl_beta": options["kl_beta"],
+            "epoch": self.cursor.consumed / len(self.rows),
+            **self._schedule_metrics(),
+            **optional_metrics(self.cfg.loss, state),
+        }
+        return merge_metrics(measured, settings, self.eval_metrics, more)
 
     def _cursor_after(self) -> Cursor:
         "Behind the prompts that were taken so far, once those of this step are scored."
@@ -584,7 +579,8 @@ class GRPOLoop(Loop):
             )
 
     def _open_next_step(self, record: StepRecord) -> None:
-        "Let the next step begin."
+        "Keep the record of this step, and let the next one begin."
+        self.records.append(record)
         self.intake.cursor = self._cursor_after()
         bonus = bonus_after(self.cfg.loss, record, self.state.bonus)
         number = self.state.number + 1

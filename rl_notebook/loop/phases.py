@@ -33,7 +33,7 @@ from rl_notebook.config.settings import (
 from ..core.advantages import has_no_signal
 from ..core.datums import attach, datum_from_sample
 from ..core.loss_params import SURROGATE_PARAM_NAMES
-from ..core.losses import POLICY_LOSSES, LossOptions
+from ..core.losses import POLICY_LOSSES, LossOptions, PolicyLoss, loss_name
 from ..core.imports import source_hash
 from ..core.retries import together
 from rl_notebook.core.types import (
@@ -43,6 +43,7 @@ from rl_notebook.core.types import (
     LossOutput,
     PhaseError,
     PromptGroup,
+    RewardError,
     RolloutSample,
 )
 from .groups import Gate, Producer, RowQueue
@@ -59,6 +60,7 @@ from rl_notebook.loop.step import (
     backward,
     backward_builtin,
     cache_key,
+    evaluate_loss,
     in_calls,
     join_updates,
     list_datums,
@@ -164,8 +166,12 @@ async def score_groups(
 def score_groups_here(
     rollouts: Sequence[Rollouts], reward_fns: Any, min_group_size: int
 ) -> list[PromptGroup]:
-    "The samples of all groups, scored in this thread, one call after another."
-    return blocking(lambda limits: score_groups(rollouts, reward_fns, limits, min_group_size))
+    "The samples of all groups, scored in this thread, one call after another; raises `RewardError`."
+    try:
+        return blocking(lambda limits: score_groups(rollouts, reward_fns, limits, min_group_size))
+    except RewardError as error:
+        # its cause has the lines of the reward function; those between are of no use
+        raise error.with_traceback(None) from error.__cause__
 
 
 def not_scored_yet(
@@ -310,6 +316,25 @@ def policy_scores(datums: Sequence[Datum], cache: ScoreCache) -> list[Logprobs]:
             "loss", got="no policy logprobs in this step", fix="Run await loop.reference()."
         )
     return scored
+
+
+def loss_changes(
+    state: StepState, policy_loss: PolicyLoss | str | None, changes: Mapping[str, Any]
+) -> dict[str, Any]:  # fields of LossOptions
+    "What `loss()` changes in the options of a step: what it is asked for, or what it was asked for last."
+    if policy_loss is not None:
+        name = loss_name(policy_loss) if callable(policy_loss) else policy_loss
+        changes = {**changes, "policy_loss": name}
+    return dict(changes or state.changes)
+
+
+def loss_with(
+    changes: Mapping[str, Any], make_loss: LossFactory | None, cfg: LossSettings, state: StepState
+) -> LossOutput:
+    "The loss of a step with changed options, at the policy's logprobs that it has; raises `PhaseError` without them."
+    datums = state.values["reference"]
+    scored = policy_scores(datums, state.cache)
+    return evaluate_loss(datums, scored, chosen_loss(make_loss, cfg, state, changes))
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -484,3 +509,34 @@ def cursor_after(cursor: Cursor, state: StepState, pass_reward: float) -> Cursor
         for g in state.values["advantages"]
     }
     return graded_rows(cursor, rates)
+
+# %% ../../nbs/loop/07_phases.ipynb #57ace7e2
+def recorded_options(
+    cfg: LossSettings, state: StepState, make_loss: LossFactory | None
+) -> dict[str, Any]:  # fields of LossOptions; and `make_loss`, the name of a custom loss
+    "The loss options that a step was trained with."
+    options = chosen_options(cfg, state)
+    if make_loss is not None and not (state.changes or state.is_supervised):
+        options["make_loss"] = getattr(make_loss, "__qualname__", type(make_loss).__name__)
+    return options
+
+
+def optional_metrics(cfg: LossSettings, state: StepState) -> dict[str, float]:
+    "Metrics that not every step has: the weight of an adaptive entropy bonus, a warm-up's loss, the audit of a sync."
+    metrics: dict[str, float] = {}
+    bonus = current_entropy_bonus(cfg, state)
+    if bonus is not None and not state.is_supervised:
+        metrics["entropy/coeff"] = bonus[0]
+    report = state.values["backward"]
+    if state.is_supervised and isinstance(report, LossReport):
+        metrics["warm_up/loss"] = report.output.loss
+    if state.synced:
+        metrics |= state.synced.metrics
+    return metrics
+
+
+def visits_of(cursor: Cursor, state: StepState) -> tuple[tuple[int, float], ...]:
+    "How often the rows of a step were visited, where rows come more or less often by their rewards; else nothing."
+    if cursor.floor is None or state.is_supervised:
+        return ()
+    return tuple(cursor.seen[cursor.index(g.number)] for g in state.values["advantages"])
