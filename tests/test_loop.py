@@ -109,6 +109,7 @@ def test_the_error_of_a_reward_function_is_short_and_keeps_its_line():
     assert [f.name for f in traceback.extract_tb(raised.tb)][1:] == [
         "check_and_run",
         "score",
+        "score_groups_here",
     ]
 
 
