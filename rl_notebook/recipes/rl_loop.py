@@ -14,7 +14,7 @@ import re
 import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,16 @@ from rl_notebook.runs.run import (
     Checkpoint,
     Run,
     RunFolder,
+    RunPlan,
     differing,
-    BEST,
-    read_best,
-    write_best,
     flat_settings,
+    metrics_row,
+    plan_new,
+    plan_resumed,
+    read_best,
+    read_checkpoint,
+    write_best,
 )
-from ..runs.run import hold_folder, metrics_row, read_checkpoint, check_folder_is_free
 from ..task.rewards import reward_fn, columns_read
 from ..loop.rollouts import RolloutFactory, as_rollout_fn
 from ..loop.step import LossFactory
@@ -210,17 +213,6 @@ def check_measured(named: str, measured: Sequence[str]) -> None:
         )
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #058e2ee4
-@dataclass(frozen=True)
-class RunPlan:
-    "How a run begins: what is known of it before a model is loaded."
-
-    begun: Run | None = None  # to resume
-    # to begin from: the last one, or the one that the config names
-    checkpoint: Checkpoint | None = None
-    # settings that were changed by hand up to there
-    changed: Mapping[str, Any] = field(default_factory=dict)
-
-
 def plan_run(
     cfg: Config,
     resume: bool = False,
@@ -230,28 +222,57 @@ def plan_run(
 ) -> RunPlan:
     "Read how a run begins; raises if its folder cannot be begun or resumed, or a function may not be imported."
     if not resume:
-        if cfg.log_path is not None:
-            check_folder_is_free(Path(cfg.log_path), cfg)
+        plan = RunPlan() if cfg.log_path is None else plan_new(cfg.log_path, cfg.to_dict())
         check_functions(cfg, problem)
-        return RunPlan(None, named_checkpoint(cfg))
+        return replace(plan, named=named_checkpoint(cfg))
     if cfg.log_path is None:
         fix = "Name it: --log-path runs/first, or log_path='runs/first' in Python."
         raise ConfigError("resume", got="no log_path", expected="the run folder to resume", fix=fix)
-    begun = Run.open(cfg.log_path)
     # raises where another process writes to it, or it leads elsewhere
-    hold_folder(begun.path, trust)
+    plan = plan_resumed(cfg.log_path, trust)
     check_functions(cfg, problem)
     if problem is None:
-        check_parts(begun.path, parts)
-    if (checkpoint := begun.latest_checkpoint()) is None:
-        return RunPlan(begun, named_checkpoint(cfg))
-    checkpoint.check(cfg)
-    changed = begun.record(checkpoint.step).changed if checkpoint.step in begun.steps else {}
+        check_parts(plan.folder, parts)
+    if plan.checkpoint is None:
+        plan = replace(plan, named=named_checkpoint(cfg))
+    else:
+        plan.checkpoint.check(cfg)
+    return with_last_step(plan, flat_settings(cfg))
+
+
+def with_last_step(plan: RunPlan, now: Mapping[str, Any]) -> RunPlan:  # now: settings, laid flat
+    "A plan with what the steps up to its checkpoint left behind."
+    begun = plan.begun
+    start = plan.start
+    if begun is None or start is None:
+        return plan
+    plan = replace(plan, reward_before=recorded_reward_before(begun, start.step))
+    if plan.checkpoint is None or start.step not in begun.steps:
+        return plan
+    record = begun.record(start.step)
     # what the config says now, wins
-    began = flat_settings(begun.config_at(checkpoint.step))
-    now = flat_settings(cfg)
-    kept = {k: v for k, v in changed.items() if not names_code(k, v) and began.get(k) == now.get(k)}
-    return RunPlan(begun, checkpoint, kept)
+    began = flat_settings(begun.config_at(start.step))
+    kept = {
+        k: v
+        for k, v in record.changed.items()
+        if not names_code(k, v) and began.get(k) == now.get(k)
+    }
+    return replace(plan, record=record, changed=kept)
+
+
+def recorded_reward_before(run: Run, last: int) -> float | None:  # last: step that is kept
+    "The held-out reward that a run measured before its first step; None if it did not, or keeps no step."
+    kept = [step for step in run.steps if step <= last]
+    if not kept:
+        return None
+    rewards = [
+        row.get("eval/reward")
+        for step, row in run.metrics().to_dict("index").items()
+        if step < kept[0]
+    ]
+    return next(
+        (float(reward) for reward in rewards if reward is not None and math.isfinite(reward)), None
+    )
 
 
 def named_checkpoint(cfg: Config) -> Checkpoint | None:
@@ -278,41 +299,37 @@ def step_there(cfg: Config) -> int:
     )
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #5aabb8e9
-async def begin_run(
-    loop: GRPOLoop, plan: RunPlan, say: Callable[[str], Any], trust: bool = False
-) -> RunFolder | None:
+async def begin_run(loop: GRPOLoop, plan: RunPlan, say: Callable[[str], Any]) -> RunFolder | None:
     "Put a loop where its run begins, and begin or resume the folder; None without a `log_path`."
     cfg = loop.cfg
-    checkpoint = plan.checkpoint
-    if checkpoint is not None:
-        say(
-            f"resuming after step {await restore_checkpoint(loop, checkpoint)}, from {checkpoint.path}"
-        )
+    start = plan.start
+    if start is not None:
+        say(f"resuming after step {await restore_checkpoint(loop, start)}, from {start.path}")
     elif step := step_there(cfg):
         loop.set_position(step, loop.state.cursor, {})
         say(
             f"resuming after step {step}, from {cfg.resume and cfg.resume.resume_from} of the trainer job"
         )
-    if cfg.log_path is None:
+    if plan.path is None:
         say(
             "no log_path: records and weights of this run are not kept. Set log_path='runs/NAME' to keep them"
         )
+        return None
     if plan.changed:
         say(f"as it was changed in the run:\n{loop.change(**plan.changed)}")
-    if cfg.log_path is None or plan.begun is None:
-        return None if cfg.log_path is None else RunFolder.create(cfg.log_path, cfg)
-    if differ := differing(plan.begun.config, cfg):
-        say(f"settings that differ from those recorded in {cfg.log_path}:\n{differ}")
-    run = RunFolder.resume(cfg.log_path, cfg, trust=trust)
-    done = checkpoint.step if checkpoint else 0
+    if plan.begun is None:
+        return RunFolder.create(plan, cfg)
+    if differ := differing(plan.begun.config, cfg.to_dict()):
+        say(f"settings that differ from those recorded in {plan.path}:\n{differ}")
+    run = RunFolder.resume(plan, cfg)
+    done = start.step if start else 0
     if not done:
         say("no checkpoint yet: starting at step 1")
     if aside := run.rewind(done):
         say(f"steps after {done} were moved to {aside}")
-    with contextlib.suppress(RecordError):  # a damaged record costs that record
-        for record in map(run.record, run.steps[-1:]):
-            for line in other_sources(record, sources_of(loop, cfg.loss_options())):
-                say(line)
+    if plan.record is not None:
+        for line in other_sources(plan.record, sources_of(loop, cfg.loss_options())):
+            say(line)
     return run
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #fe79aadc
@@ -441,7 +458,7 @@ async def train(
             say(note)
         loop = open_loop(cfg, opened, problem)
         stack.push_async_callback(loop.close)
-        run = await begin_run(loop, plan, say, trust)
+        run = await begin_run(loop, plan, say)
         if run is not None and plan.begun is None:
             functions = {"rollout_fn_factory", "rollout_fn", "reward", "advantage_fn", "make_loss"}
             if custom_parts := [name for name in passed if name in functions | {"rows"}]:
@@ -462,7 +479,7 @@ async def train(
         stack.callback(finish_trackers, trackers)
         tracker_outputs = [partial(_tell, tracker, cfg.log_completions) for tracker in trackers]
         loop.outputs += [*([run.add] if run is not None else []), *tracker_outputs, *on_record]
-        return await _train(loop, run, say, progress, trackers)
+        return await _train(loop, run, say, progress, trackers, plan.reward_before)
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #787cb06c
 def _tell(tracker: Tracker, completions: int, record: StepRecord) -> None:
@@ -523,14 +540,15 @@ async def _train(
     say: Callable[[str], Any],
     progress: bool,
     trackers: Sequence[Tracker] = (),
+    before: float | None = None,  # held-out reward before the first step; None = measured
 ) -> RunResult:
     "Measure, run to the end, leave a checkpoint, promote, measure again, write the report."
     start = time.perf_counter()
     first = loop.state.number
     saver = Saver(loop, run)
     loop.at_boundary.append(saver.boundary)
-    before = _recorded_before(loop, run)
-    before = await _held_out(loop, run, trackers, saver) if before is None else before
+    if before is None or not loop.evaluates:
+        before = await _held_out(loop, run, trackers, saver)
     try:
         with tqdm(
             total=loop.planned_steps,
@@ -581,8 +599,6 @@ class Saver:
         self.loop = loop
         self.run = run
         self.last_boundary = loop.state.number - 1
-        if run is not None and (best := read_best(run.path)) and best["step"] > self.last_boundary:
-            (Path(run.path) / BEST).unlink()  # of a step that was moved away
 
     async def boundary(self) -> None:
         "Note a place to resume from, and save where one is due."
@@ -666,21 +682,6 @@ async def _held_out(
     if saver is not None:
         await saver.keep_best(metrics)
     return metrics.get("eval/reward")
-
-
-def _recorded_before(loop: GRPOLoop, run: RunFolder | None) -> float | None:
-    "The held-out reward that a run measured before its first step; None if it did not, or is at that place now."
-    if not loop.evaluates or run is None or not run.steps:
-        return None
-    first = run.steps[0]
-    before = [
-        row.get("eval/reward")
-        for step, row in run.metrics().to_dict("index").items()
-        if step < first
-    ]
-    return next(
-        (float(reward) for reward in before if reward is not None and math.isfinite(reward)), None
-    )
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #d5845954
 def from_script(run: Coroutine[Any, Any, RunResult], instead: str) -> RunResult:

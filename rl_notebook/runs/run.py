@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import accumulate
@@ -40,7 +40,7 @@ from rl_notebook.config.aliases import (
     yaml_text,
     yaml_value,
 )
-from ..core.types import RecordError, RLNotebookError
+from ..core.types import ConfigError, RecordError, RLNotebookError
 from ..show.html import html_table
 from ..core.files import MAX_TEXT, lock_file, read_file
 from ..core.trust import mark_names, names_in, note_started, noted_names
@@ -81,7 +81,7 @@ from rl_notebook.runs.records import (
 )
 
 # %% auto #0
-__all__ = ['metrics_frame', 'Run', 'RunFolder', 'Checkpoint']
+__all__ = ['metrics_frame', 'Run', 'RunPlan', 'plan_new', 'plan_resumed', 'RunFolder', 'Checkpoint']
 
 # %% ../../nbs/runs/07_run.ipynb #cebce721
 def config_dict(config: Config | Mapping[str, Any]) -> dict[str, Any]:
@@ -101,11 +101,11 @@ def flat_settings(config: Config | Mapping[str, Any], prefix: str = "") -> dict[
     return out
 
 
-def _config_yaml(config: Config | Mapping[str, Any]) -> str:
-    "The YAML text of a config; raises RecordError where it holds a key."
-    for name in keys_in(config_dict(config)):
+def _config_yaml(settings: Mapping[str, Any]) -> str:
+    "The YAML text of settings; raises RecordError where it holds a key."
+    for name in keys_in(settings):
         raise RecordError("a key in the settings", where=name, got=A_KEY, fix=KEYLESS)
-    return yaml_text(config_dict(config))
+    return yaml_text(settings)
 
 
 MAX_DEPTH = 200  # of brackets and braces in the settings
@@ -117,10 +117,8 @@ def _depth(text: bytes) -> int:
     return max(accumulate(steps), default=0)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    "The settings in a `config.yaml`; raises RecordError where it holds none."
-    with os_errors("cannot read", path):
-        text = read_file(path, MAX_TEXT)
+def _parse_config(text: bytes, where: str) -> dict[str, Any]:
+    "The settings in the text of a `config.yaml`; raises RecordError where it holds none."
     try:
         # which takes PyYAML time that grows with the square
         if (depth := _depth(text)) > MAX_DEPTH:
@@ -131,16 +129,21 @@ def _read_config(path: Path) -> dict[str, Any]:
         return migrate(config)
     except ValueError as e:
         raise RecordError(
-            "not readable", where=str(path), got=str(e), expected="YAML as it was written"
+            "not readable", where=where, got=str(e), expected="YAML as it was written"
         ) from e
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    "The settings in a `config.yaml`; raises RecordError where it holds none."
+    with os_errors("cannot read", path):
+        text = read_file(path, MAX_TEXT)
+    return _parse_config(text, str(path))
 
 # %% ../../nbs/runs/07_run.ipynb #02d269cb
 MUST_MATCH = marked(Config, "past")  # to resume a run
 
 
-def differing(
-    recorded: Config | Mapping[str, Any], now: Config | Mapping[str, Any]
-) -> SettingsTable:
+def differing(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> SettingsTable:
     "The settings in which two configs differ, apart from where the run is kept and resumed from."
     old = flat_settings(recorded)
     new = flat_settings(now)
@@ -162,8 +165,8 @@ def _kept_configs(path: Path, step: int) -> list[Path]:
 
 
 def _check_same_past(
-    recorded: Config | Mapping[str, Any],
-    now: Config | Mapping[str, Any],
+    recorded: Mapping[str, Any],
+    now: Mapping[str, Any],
     where: str,
     checkpoint: Checkpoint
     | None = None,  # of the run; it knows what the rows hold, wherever they are
@@ -543,7 +546,7 @@ class Run:
 
     def check(self, config: Config | Mapping[str, Any]) -> None:
         "Raise RecordError unless these settings mean the same past: see `MUST_MATCH`."
-        _check_same_past(self.config, config, str(self.path), self.latest_checkpoint())
+        _check_same_past(self.config, config_dict(config), str(self.path), self.latest_checkpoint())
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -568,15 +571,60 @@ class Run:
         return f"<p><b>{html.escape(self.path.name)}</b>: {html.escape(run_facts(self))}</p>{table}"
 
 # %% ../../nbs/runs/07_run.ipynb #a62e1382
+@dataclass(frozen=True)
+class RunPlan:
+    "How a run begins, with what was read of its folder; made before a model is loaded."
+
+    path: Path | None = None  # the folder; None = nothing is kept
+    begun: Run | None = None  # the run to resume; None = a new one
+    checkpoint: Checkpoint | None = None  # its last one that is whole
+    named: Checkpoint | None = None  # one that the config names, to begin from if there is no other
+    record: StepRecord | None = None  # of the last step before the checkpoint
+    # settings that were changed by hand up to there
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    reward_before: float | None = None  # held out, measured before the first step
+    trust: bool = False  # links that leave the folder may be followed
+
+    @property
+    def folder(self) -> Path:
+        "The folder; raises ConfigError where nothing is kept."
+        if self.path is None:
+            raise ConfigError("log_path", got="none", expected="the folder of the run")
+        return self.path
+
+    @property
+    def start(self) -> Checkpoint | None:
+        "The checkpoint to begin from; None = the first step."
+        return self.checkpoint or self.named
+
+
+def plan_new(path: str | os.PathLike[str], settings: Mapping[str, Any]) -> RunPlan:
+    "A run in a free folder; raises RecordError where the folder holds one."
+    check_folder_is_free(Path(path), settings)
+    return RunPlan(Path(path))
+
+
+def plan_resumed(path: str | os.PathLike[str], trust: bool = False) -> RunPlan:
+    "A run that is resumed; raises RecordError where there is none, or another process writes to it."
+    begun = Run.open(path)
+    hold_folder(begun.path, trust)  # it can be held; `RunFolder.resume` holds it
+    return RunPlan(begun.path, begun, begun.latest_checkpoint(), trust=trust)
+
+# %% ../../nbs/runs/07_run.ipynb #baaa5bd5
 class RunFolder(Run):
     "A run on disk, to be written."
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> Self:
+    def create(
+        cls,
+        begin: str | os.PathLike[str] | RunPlan,  # the folder, or the plan of a new run
+        config: Config | Mapping[str, Any],
+    ) -> Self:
         "Begin a run; raises RecordError when the folder holds one, or cannot be written."
-        path = Path(path)
-        check_folder_is_free(path, config)
-        text = _config_yaml(config)
+        settings = config_dict(config)
+        plan = begin if isinstance(begin, RunPlan) else plan_new(begin, settings)
+        path = plan.folder
+        text = _config_yaml(settings)
         with os_errors("cannot write", path):
             (path / "steps").mkdir(parents=True, exist_ok=True)
         held = hold_folder(path)
@@ -592,37 +640,43 @@ class RunFolder(Run):
         }
         run = json.dumps({"format": RUN_FORMAT, "files": {}, **about})
         replace_text(path / "run.json", run)  # last: it makes it a run
-        note_started(path, [*names_in(config_dict(config))])
-        return cls.open(path)._written_by(held)
+        note_started(path, [*names_in(settings)])
+        return cls._with_settings(path, text)._written_by(held)
 
     @classmethod
     def resume(
         cls,
-        path: str | os.PathLike[str],
+        begin: str | os.PathLike[str] | RunPlan,  # the folder, or the plan of a run to resume
         config: Config | Mapping[str, Any],
         *,
-        trust: bool = False,  # links that leave the folder may be followed, also if the run was not started here
+        trust: bool = False,  # without a plan: links that leave the folder may be followed, also if the run was not started here
     ) -> Self:
-        "Go on with a run; raises RecordError when the config means another past, or another process writes to it."
-        run = cls.open(path)
-        run._written_by(hold_folder(run.path, trust)).check(config)
-        with os_errors("cannot write", run.path):
-            for leftover in run.path.glob("**/.*.writing"):  # of a killed process
+        "Resume a run; raises RecordError when the config means another past, or another process writes to it."
+        settings = config_dict(config)
+        plan = begin if isinstance(begin, RunPlan) else plan_resumed(begin, trust)
+        path = plan.folder
+        begun = plan.begun or Run.open(path)
+        held = hold_folder(path, plan.trust)
+        _check_same_past(begun.config, settings, str(path), plan.checkpoint)
+        with os_errors("cannot write", path):
+            for leftover in path.glob("**/.*.writing"):  # of a killed process
                 shutil.rmtree(
                     leftover
                 ) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-            if (
-                run.steps
-                and differing(run.config, config)
-                and not _kept_configs(run.path, run.steps[-1])
-            ):
-                write_file(
-                    run.path / f"config-{run.steps[-1]:05d}.yaml",
-                    read_file(run.path / "config.yaml"),
-                )
-        replace_text(run.path / "config.yaml", _config_yaml(config))
-        note_started(run.path, [*(run.trusted or ()), *names_in(config_dict(config))])
-        return cls.open(path)._written_by()
+            steps = begun.steps
+            if steps and differing(begun.config, settings) and not _kept_configs(path, steps[-1]):
+                write_file(path / f"config-{steps[-1]:05d}.yaml", read_file(path / "config.yaml"))
+        text = _config_yaml(settings)
+        replace_text(path / "config.yaml", text)
+        note_started(path, [*(begun.trusted or ()), *names_in(settings)])
+        return cls._with_settings(path, text, begun.notes)._written_by(held)
+
+    @classmethod
+    def _with_settings(cls, path: Path, text: str, notes: tuple[str, ...] = ()) -> Self:
+        "The run of a folder whose `config.yaml` was just written."
+        config = _parse_config(text.encode(), str(path / "config.yaml"))
+        trusted = trusted_names(path)
+        return cls(path, mark_names(config, str(path), trusted), notes, trusted)
 
     def _written_by(self, held: _FolderLock | None = None) -> Self:
         "This, held; raises RecordError where the folder is gone, or another process writes."
@@ -765,12 +819,12 @@ def _refuse_ways_out(root: Path) -> None:
         )
 
 # %% ../../nbs/runs/07_run.ipynb #c9bf16b9
-def check_folder_is_free(path: Path, config: Config | Mapping[str, Any]) -> None:
+def check_folder_is_free(path: Path, settings: Mapping[str, Any]) -> None:
     "Raise where a run cannot begin, since the folder holds one, or something of these names."
     taken = [name for name in RUN_FILES if (path / name).exists()]
     if "run.json" in taken:
         there = Run.open(path)
-        rows = differing(there.config, config).rows
+        rows = differing(there.config, settings).rows
         differ = ", ".join(f"{name} (recorded {old!r}, now {new!r})" for name, old, new in rows)
         got = f"{len(there)} steps of a run " + (
             f"with other settings: {differ}" if rows else "with the same settings"
@@ -861,7 +915,7 @@ class Checkpoint:
 
     def check(self, config: Config | Mapping[str, Any]) -> None:
         "Raise RecordError unless a run with these settings can resume from here."
-        _check_same_past(self.config, config, str(self.path), self)
+        _check_same_past(self.config, config_dict(config), str(self.path), self)
 
 # %% ../../nbs/runs/07_run.ipynb #1978942d
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -960,6 +1014,9 @@ def _put_aside(path: Path, step: int) -> Path | None:
             (path / kind / f"{n:05d}").rename(away / kind / f"{n:05d}")
     kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
     replace_text(path / "metrics.jsonl", kept)
+    best = read_best(path)
+    if best and best["step"] > step:
+        (path / BEST).unlink()
     return away
 
 # %% ../../nbs/runs/07_run.ipynb #726ba338
