@@ -210,6 +210,11 @@ class LossSettings(LossParams):
     # largest number of tokens in a completion; aggregation "constant" divides by it
     max_completion_tokens: Count = SamplingSettings.max_completion_tokens
 
+    @property
+    def needs_reference(self) -> bool:
+        "Whether the KL to the reference is in the loss, or measured."
+        return self.kl_beta > 0 or self.kl_metric
+
     def loss_options(self) -> dict[str, Any]:  # fields of LossOptions
         "Keyword arguments of `make_loss_fn`; parameters left at None take the default of the loss."
         names = [*(f.name for f in fields(LossParams)), "max_completion_tokens"]

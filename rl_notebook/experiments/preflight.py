@@ -451,9 +451,7 @@ async def first_completions(
 # %% ../../nbs/experiments/03_preflight.ipynb #75da3604
 async def rehearse(backend: Backend, datums: list[Datum], cfg: Config, spent: Spent) -> None:
     "Reference and backward pass of the configured loss, with the gradient dropped."
-    if backend.reference is not None and (
-        cfg.kl_beta > 0 or cfg.teacher_coeff > 0 or cfg.kl_metric
-    ):
+    if backend.reference is not None and (cfg.needs_reference or cfg.teacher_coeff > 0):
         with spent.timed("reference"):
             datums = attach(datums, "ref_logprobs", await backend.reference.forward(datums))
     if not backend.capabilities.discard_gradients:

@@ -232,7 +232,7 @@ async def attach_reference(
     datums: Sequence[Datum], reference: Scorer | None, loss: LossSettings, cache: ScoreCache
 ) -> list[Datum]:
     "Datums with the reference's logprobs, where the loss or a metric needs them."
-    needed = loss.kl_beta > 0 or loss.teacher_coeff > 0 or loss.kl_metric
+    needed = loss.needs_reference or loss.teacher_coeff > 0
     if reference is None or not needed:
         return list(datums)
     return attach(datums, "ref_logprobs", await score_datums(reference, datums, "ref", cache))

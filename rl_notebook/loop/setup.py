@@ -134,7 +134,7 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         expected = "above 0 with a teacher" if taught else "0 without a teacher"
         fix = "Set teacher in the config of open_backend, or pass with_teacher(backend, another)."
         yield "teacher_coeff", cfg.teacher_coeff, expected, fix
-    if (cfg.kl_beta > 0 or cfg.kl_metric) and reference is None:
+    if cfg.needs_reference and reference is None:
         yield (
             "kl_beta",
             cfg.kl_beta,
@@ -210,7 +210,7 @@ def check_loss(loss: LossSettings, make_loss: LossFactory | None) -> None:
     "Reject a loss that cannot be found or called, and a custom one where the service computes its own."
     options = LossOptions(**loss.loss_options())
     policy_loss_fn(options)
-    if options.needs_ref and not (loss.kl_beta > 0 or loss.teacher_coeff > 0 or loss.kl_metric):
+    if options.needs_ref and not (loss.needs_reference or loss.teacher_coeff > 0):
         expected = "no ref_logprobs, which nothing else here computes"
         fix = "Set kl_metric=True, or kl_beta."
         raise LossError(

@@ -44,7 +44,7 @@ def local_options(cfg: Config) -> dict[str, Any]:
         "lora_alpha": cfg.lora_alpha,
         "dtype": cfg.dtype,
         "device": None if cfg.device == "auto" else cfg.device,
-        "reference": cfg.teacher is None and (cfg.kl_beta > 0 or cfg.kl_metric),
+        "reference": cfg.teacher is None and cfg.needs_reference,
         "temperature": cfg.temperature,
         "seed": cfg.seed,
     }
@@ -93,7 +93,7 @@ def tinker_options(cfg: Config) -> dict[str, Any]:
         "base_model": cfg.base_model,
         "lora_rank": cfg.lora_rank,
         "tokenizer": cfg.tokenizer_model,
-        "reference": cfg.teacher is None and (cfg.kl_beta > 0 or cfg.kl_metric),
+        "reference": cfg.teacher is None and cfg.needs_reference,
         "seed": cfg.seed,
     }
 

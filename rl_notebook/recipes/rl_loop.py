@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from ..backends.base import Backend
 from .open import open_backend
 from ..config.config import resumes_there, Config
 from ..core.metrics import evaluation_names
-from ..config.settings import on_hub
+from ..config.settings import TaskSettings, on_hub
 from ..config.aliases import was_chosen
 from ..core.validation import nearest
 from rl_notebook.core.types import (
@@ -80,8 +80,8 @@ from ..experiments.replay import Replay, replay
 from ..views.report import write_report
 
 # %% auto #0
-__all__ = ['Problem', 'config_rewards', 'load_problem', 'make_problem', 'RunResult', 'train', 'main', 'replay_step',
-           'diagnose_step']
+__all__ = ['Problem', 'config_rewards', 'load_task_rows', 'load_problem', 'make_problem', 'RunResult', 'train', 'main',
+           'replay_step', 'diagnose_step']
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #9a500205
 @dataclass(frozen=True)
@@ -107,6 +107,44 @@ def config_rewards(cfg: Config) -> list[Any]:
     return list(cfg.rewards) or (of_toy if cfg.dataset == "toy" else ["gsm8k"])
 
 
+def load_task_rows(
+    task: TaskSettings, needed: Collection[str]
+) -> tuple[Sequence[Row], Sequence[Row]]:  # to train on, and held out
+    "The rows that a task names, each with the columns in `needed`."
+    if task.dataset == "toy":
+        rows = load_rows(toy_rows(task.max_rows or 4096, seed=task.seed), require=needed)
+        if not task.eval_rows:
+            return rows, []
+        return rows, load_rows(toy_rows(task.eval_rows, seed=task.seed, split="heldout"))
+    read: Any = partial(
+        load_rows, require=needed, system_prompt=task.system_prompt, columns=task.dataset_columns
+    )
+    check_trusted(task.dataset, "dataset")
+    named = IMPORT_PATH.fullmatch(task.dataset) is not None and not Path(task.dataset).exists()
+    source = named_function(task.dataset, "dataset", DataError)() if named else task.dataset
+    hub: dict[str, Any] = {}
+    if on_hub(task.dataset):
+        hub = {
+            "config": task.dataset_config,
+            "streaming": task.dataset_streaming,
+            "split": task.dataset_split,
+        }
+    if task.dataset_eval_split:
+        held_out = read(source, max_rows=task.eval_rows, **hub | {"split": task.dataset_eval_split})
+        return read(source, max_rows=task.max_rows, **hub), held_out
+    rows = read(
+        source, max_rows=None if task.max_rows is None else task.max_rows + task.eval_rows, **hub
+    )
+    split = len(rows) - task.eval_rows
+    if split < 1:
+        raise ConfigError(
+            "eval_rows",
+            got=task.eval_rows,
+            expected=f"fewer than the {len(rows)} rows of {task.dataset}",
+        )
+    return rows[:split], rows[split:]
+
+
 def load_problem(
     cfg: Config, grades: bool = True
 ) -> Problem:  # grades: whether the config's rewards do
@@ -115,41 +153,8 @@ def load_problem(
     Raises `ConfigError` if `eval_rows` leaves no row to train on.
     """
     needed = columns_read(list(cfg.rewards) or ["gsm8k"]) if grades else []
-    if cfg.dataset == "toy":
-        rows = load_rows(toy_rows(cfg.max_rows or 4096, seed=cfg.seed), require=needed)
-        held_out = (
-            load_rows(toy_rows(cfg.eval_rows, seed=cfg.seed, split="heldout"))
-            if cfg.eval_rows
-            else []
-        )
-        return Problem(rows, held_out, config_rewards(cfg))
-    read: Any = partial(
-        load_rows, require=needed, system_prompt=cfg.system_prompt, columns=cfg.dataset_columns
-    )
-    check_trusted(cfg.dataset, "dataset")
-    named = IMPORT_PATH.fullmatch(cfg.dataset) is not None and not Path(cfg.dataset).exists()
-    source = named_function(cfg.dataset, "dataset", DataError)() if named else cfg.dataset
-    hub: dict[str, Any] = {}
-    if on_hub(cfg.dataset):
-        hub = {
-            "config": cfg.dataset_config,
-            "streaming": cfg.dataset_streaming,
-            "split": cfg.dataset_split,
-        }
-    if cfg.dataset_eval_split:
-        held_out = read(source, max_rows=cfg.eval_rows, **hub | {"split": cfg.dataset_eval_split})
-        return Problem(read(source, max_rows=cfg.max_rows, **hub), held_out, config_rewards(cfg))
-    rows = read(
-        source, max_rows=None if cfg.max_rows is None else cfg.max_rows + cfg.eval_rows, **hub
-    )
-    split = len(rows) - cfg.eval_rows
-    if split < 1:
-        raise ConfigError(
-            "eval_rows",
-            got=cfg.eval_rows,
-            expected=f"fewer than the {len(rows)} rows of {cfg.dataset}",
-        )
-    return Problem(rows[:split], rows[split:], config_rewards(cfg))
+    rows, held_out = load_task_rows(cfg.task, needed)
+    return Problem(rows, held_out, config_rewards(cfg))
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #e50d46a8
 def make_problem(

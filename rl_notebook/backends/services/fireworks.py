@@ -247,20 +247,24 @@ async def sample_from(
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #d6275b05
 def samplers(
-    infra: Infra, deploy_mgr: Any, secret: Secret, tokenizer: Any, cfg: Config
+    infra: Infra,
+    deploy_mgr: Any,
+    secret: Secret,
+    tokenizer: Any,
+    concurrency: ConcurrencyConfig | None,
+    most: int,  # completions in flight
 ) -> tuple[Any, OpenAISampler]:
     "What samples, and what scores given tokens."
     sdk = fireworks_sdk()
     dialect = DIALECTS["fireworks"]
     url = deploy_mgr.inference_url
     model = infra.inference_model or ""
-    most = completions_at_once(cfg) or 256
-    own = cfg.concurrency or ConcurrencyConfig()
+    own = concurrency or ConcurrencyConfig()
     if own.mode == "fixed":
         controller = sdk.FixedConcurrencyController(most)
     else:
         window = {
-            "initial_window": own.initial_window or min(most, 8 if cfg.concurrency else 256),
+            "initial_window": own.initial_window or min(most, 8 if concurrency else 256),
             "max_window": most,
         }
         window |= {
@@ -623,7 +627,7 @@ def infra_wishes(
         "learning_rate": cfg.learning_rate,
         "policy_job_id": attached["policy"].id if "policy" in attached else None,
         "reference_job_id": attached["reference"].id if "reference" in attached else None,
-        "needs_reference": cfg.kl_beta > 0 or cfg.kl_metric,
+        "needs_reference": cfg.needs_reference,
         "needs_inference": True,
         "role_prefix": id_part(cfg.run_name or "grpo"),
     }
@@ -640,7 +644,8 @@ def bundle(
     settings = cfg.weight_sync or WeightSyncConfig()
     link = {"timeout_s": float(settings.dcp_timeout), "say": say, "secret": secret} | link
     limits = Limits(max_seq_len=infra.max_seq_len)
-    drawer, scorer = samplers(infra, deploy_mgr, secret, tokenizer, cfg)
+    most = completions_at_once(cfg) or 256
+    drawer, scorer = samplers(infra, deploy_mgr, secret, tokenizer, cfg.concurrency, most)
     timeout = cfg.deployment.sample_timeout if cfg.deployment else 600.0
     asked = (
         ("completion" if cfg.router_replay_completion_only else "all")
