@@ -321,6 +321,17 @@ def test_live_and_still_are_two_outputs(monkeypatch: pytest.MonkeyPatch):
     assert inspector.static_html() in shown[0]["text/html"]
 
 
+def test_a_page_gets_plotly_and_the_points_of_an_inspector_once():
+    first, second = (inspect_tokens(synthetic_record(3)) for _ in range(2))
+    assert first.plotly is second.plotly
+    state = second.get_state()
+    assert len(json.dumps(state)) < 300_000 < len(first.plotly.script)
+    assert state["overview"]["shown"] == len(second.overview["points"]["x"])
+    assert "points" not in state["overview"]
+    first.plotly.close()
+    assert inspect_tokens(synthetic_record(3)).plotly.comm is not None
+
+
 def test_messages_for_our_widgets_go_to_the_main_thread(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(comm, "create_comm", BaseComm)  # what a kernel makes
     asked_by_a_subshell = {}, "subshell"

@@ -955,21 +955,19 @@ def check_trainer(trainer: Any) -> GradientTrainer:
 MAX_LOGPROB_GAP = 1e-3  # nats; more than rounding, less than an update
 
 
-def check_step_weights(
-    batch: FrozenBatch, series: Sequence[Logprobs], tolerance: float = MAX_LOGPROB_GAP
-) -> None:
+def check_step_weights(batch: FrozenBatch, series: Sequence[Logprobs]) -> None:
     "Raises `BackendError` when logprobs are not those that the batch was trained from, before its first update."
     trained = zip(batch.datums, batch.policy_logprobs, strict=True)
     began = [d.old_logprobs if batch.updates else p.values for d, p in trained]
     gap = flat(batch.datums, [f.values - b for f, b in zip(series, began, strict=True)])
-    if not (largest := np.abs(gap).max()) <= tolerance:
+    if not (largest := np.abs(gap).max()) <= MAX_LOGPROB_GAP:
         what = "the trainer's weights are not those of the step"
         got = f"logprobs up to {largest:.3g} nats off"
         fix = (
             "Pass a state that was saved before the update: path = await trainer.save_state(name)."
         )
         raise BackendError(
-            what, where=batch.where, got=got, expected=f"at most {tolerance:g}", fix=fix
+            what, where=batch.where, got=got, expected=f"at most {MAX_LOGPROB_GAP:g}", fix=fix
         )
 
 # %% ../../nbs/experiments/00_whatif.ipynb #09717842

@@ -321,7 +321,7 @@ def encode_target(tokenizer: Any, row: Row) -> list[int]:
     return [*_encode(tokenizer, str(target)), tokenizer.eos_token_id if end is None else end]
 
 # %% ../../nbs/task/02_chat.ipynb #a4303a08
-def completion_logprobs(completion: Completion, where: str = "completion") -> np.ndarray:  # (C,)
+def completion_logprobs(completion: Completion) -> np.ndarray:  # (C,)
     "Logprobs of the distribution that a completion was sampled from; raises `AlignmentError` when they are unknown."
     if completion.sampling_logprobs is not None:
         return completion.sampling_logprobs
@@ -330,7 +330,7 @@ def completion_logprobs(completion: Completion, where: str = "completion") -> np
     got = f"none, at {', '.join(f'{name} {getattr(completion.params, name)}' for name in ('temperature', *NEUTRAL_SAMPLING))}"
     fix = "Use a sampler that reports them, or sample at temperature 1 with nothing cut off or penalised."
     raise AlignmentError(
-        "sampling logprobs", where=where, got=got, expected="one per sampled token", fix=fix
+        "sampling logprobs", where="completion", got=got, expected="one per sampled token", fix=fix
     )
 
 # %% ../../nbs/task/02_chat.ipynb #bf4d861f

@@ -514,12 +514,10 @@ def evidence_of(
         return None
 
 
-def step_payloads(
-    record: StepRecord, start: int = 0, tokenizer: Any = None
-) -> dict[str, dict[str, Any]]:
+def step_payloads(record: StepRecord, tokenizer: Any = None) -> dict[str, dict[str, Any]]:
     "The payloads of one step, by chart."
     parts = {
-        "advantages": advantages_payload(record, start, ROWS),
+        "advantages": advantages_payload(record, rows=ROWS),
         "rewards counted": counts_payload(record),
     }
     return parts | {"mismatch": mismatch(evidence_of(record), tokenizer)}
