@@ -124,10 +124,10 @@ class AdaptiveLimit:
             await mine[1]
             yield self.cuts
         finally:
-            if mine in self.waiting:  # cancelled in line
-                self.waiting.remove(mine)
-            elif not mine[1].cancelled():
+            if mine[1].done() and not mine[1].cancelled():
                 self.in_flight -= places
+            elif mine in self.waiting:  # cancelled in line
+                self.waiting.remove(mine)
             self.admit()
 
     @contextmanager
