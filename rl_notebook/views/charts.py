@@ -87,9 +87,22 @@ AXIS = {
     "ticks": "",
     "automargin": True,
 }
-_X = {**AXIS, "title": {"text": "step"}, "tickformat": ",", "showgrid": False, "zeroline": False}
-_X |= {"unifiedhovertitle": {"text": "step %{x}"}}  # of the cursor
 _LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 10}}
+
+
+def x_axis(title: str, **options: Any) -> dict[str, Any]:
+    "A horizontal axis."
+    return {
+        **AXIS,
+        "title": {"text": title},
+        "showgrid": False,
+        "zeroline": False,
+        **options,
+    }
+
+
+# `unifiedhovertitle` is that of the cursor
+_X = x_axis("step", tickformat=",", unifiedhovertitle={"text": "step %{x}"})
 
 
 def y_axis(title: str, **options: Any) -> dict[str, Any]:
@@ -423,12 +436,7 @@ def counts_figure(payload: Mapping[str, Any]) -> Figure:
         }
         for k, name in kinds.items()
     ]
-    x = {
-        **AXIS,
-        "title": {"text": f"reward, step {payload['step']}"},
-        "showgrid": False,
-        "zeroline": False,
-    }
+    x = x_axis(f"reward, step {payload['step']}")
     return figure_of(bars, "samples", xaxis=x, **_STACKED)
 
 # %% ../../nbs/views/02_charts.ipynb #18f43013
@@ -703,8 +711,7 @@ def timeline_figure(payload: Mapping[str, Any]) -> Figure:
         "ticktext": ["trainer", f"rows{some}"],
     }
     y = {**y_axis("", **lanes, range=[bottom, top], showgrid=False), "zeroline": False}
-    x = {**AXIS, "title": {"text": "seconds since the loop was opened"}, "range": [start, end]}
-    x |= {"showgrid": False, "zeroline": False}
+    x = x_axis("seconds since the loop was opened", range=[start, end])
     legend = _LEGEND | {"y": 1.09, "traceorder": "normal"}
     look = {"barmode": "overlay", "hovermode": "closest", "legend": legend}
     return figure_of(data, "", xaxis=x, yaxis=y, **look, **({"annotations": steps} if data else {}))

@@ -34,6 +34,7 @@ from rl_notebook.views.charts import (
     line_trace,
     module,
     picture_html,
+    x_axis,
     y_axis,
 )
 from rl_notebook.views.payloads import (
@@ -472,13 +473,7 @@ def gap_figure(overview: Mapping[str, Any]) -> Figure:
         limits.append(_limit("rounding of bfloat16", overview["half"], "dot"))
     y = {"type": "log", "range": [math.log10(SMALLEST_GAP) - 0.3, math.log10(largest)]}
     y |= {"tickvals": [*GAP_TICKS], "ticktext": [*GAP_TICKS.values()]}
-    x = {
-        **AXIS,
-        "title": {"text": "token of the completion"},
-        "tickformat": "d",
-        "showgrid": False,
-        "zeroline": False,
-    }
+    x = x_axis("token of the completion", tickformat="d")
     data = [_dots(points, points["at"], gap.tolist()), mean]
     axes = {"xaxis": x, "yaxis": y_axis("nats", **y)}
     return figure_of(data, "", hovermode="closest", shapes=limits, **axes)
@@ -486,13 +481,7 @@ def gap_figure(overview: Mapping[str, Any]) -> Figure:
 
 def inspector_figures(overview: Mapping[str, Any] | None) -> dict[str, Figure]:
     "The charts of the inspector. `along` is only the look of one: its numbers are those of the sample that is shown."
-    x = {
-        **AXIS,
-        "title": {"text": "target"},
-        "tickformat": "d",
-        "showgrid": False,
-        "zeroline": False,
-    }
+    x = x_axis("target", tickformat="d")
     y = y_axis("", fixedrange=True)
     look = {"hovermode": "x", "showlegend": False, "annotations": [], "xaxis": x, "yaxis": y}
     figures = {"along": figure_of([], "", bargap=0.4, hoverdistance=-1, **look)}
