@@ -101,10 +101,10 @@ def synthetic_record(
     )
 
 
-def async_record(record: StepRecord, age: int = 1) -> StepRecord:
-    "The same step with rollouts during training: a second long, each row in flight for two, one group fresh."
+def async_record(record: StepRecord) -> StepRecord:
+    "The same step with rollouts during training: a second long, each row in flight for two; one group is fresh, the others one version old."
     begin = float(record.step)
-    ages = [0, *[age] * (len(record.groups) - 1)]
+    ages = [0, *[1] * (len(record.groups) - 1)]
     numbers = [record.step * len(record.groups) + i for i in range(len(record.groups))]
     started = [max(0, record.step - 1 - a) for a in ages]
     marks = zip(record.groups, numbers, started, strict=True)
@@ -114,7 +114,7 @@ def async_record(record: StepRecord, age: int = 1) -> StepRecord:
         ("backward", begin + 0.2, begin + 0.8),
         ("sync", begin + 0.8, begin + 0.9),
     ]
-    offsets = {"mean": float(np.mean(ages)), "min": 0.0, "max": float(age)}
+    offsets = {"mean": float(np.mean(ages)), "min": 0.0, "max": 1.0}
     metrics = {f"async/version_offset_{name}": value for name, value in offsets.items()}
     metrics |= {"async/in_flight": 4.0, "async/ready": 1.0, "async/staleness_capacity_at_step": 0.0}
     metrics |= {"perf/wait_time_ratio": 0.2, "perf/sampler_idle_ratio": 0.0}

@@ -133,13 +133,12 @@ SECOND_HALF = (
 )
 
 
-def check_every_row_is_accounted_for(loop, records=None):
+def check_every_row_is_accounted_for(loop):
     "Every row that was taken is in exactly one record, in the step in progress, or pending."
-    records = list(loop.records) if records is None else records
     of_this_step = (
         [p.number for p in loop.state.values["prompts"]] if "sample" in loop.state.values else []
     )
-    places = [*flat(records), *of_this_step, *loop.pending]
+    places = [*flat(list(loop.records)), *of_this_step, *loop.pending]
     assert sorted(places) == list(range(loop.intake.cursor.consumed))
     gate = loop.producer.gate
     assert gate.running == len(loop.producer.in_flight) * gate.completions_per_prompt

@@ -301,13 +301,13 @@ def test_a_cancellation_at_any_await_continues_to_the_same_weights(backend, kind
 # --- who insists -----------------------------------------------------------------------------------------------------
 
 
-def slow_updates(loop: GRPOLoop, seconds: float = 0.2) -> None:
+def slow_updates(loop: GRPOLoop) -> None:
     "Let an optimizer step take its time, in the trainer's own thread."
     policy: Any = loop.backend.policy
     run = policy.run
 
     async def slow(fn: Callable[..., Any], *args: Any) -> Any:
-        wait = seconds if getattr(fn, "__name__", "") == "update" else 0
+        wait = 0.2 if getattr(fn, "__name__", "") == "update" else 0
         return await run(lambda: (time.sleep(wait), fn(*args))[1])
 
     policy.run = slow

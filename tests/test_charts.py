@@ -48,11 +48,9 @@ from rl_notebook.views.payloads import (
 from rl_notebook.views.payloads import step_payloads, timeline_payload
 
 
-def charts_of(record: StepRecord, steps: int = 5) -> dict[str, Chart]:
-    "All charts of a run that repeats a record."
-    history = History(
-        {**history_row(record), "step": s, "eval/reward": 0.5} for s in range(1, steps + 1)
-    )
+def charts_of(record: StepRecord) -> dict[str, Chart]:
+    "All charts of a run that repeats a record five times."
+    history = History({**history_row(record), "step": s, "eval/reward": 0.5} for s in range(1, 6))
     off = [replace(d, sampler_logprobs=d.sampler_logprobs - 0.1) for d in record.datums]
     payloads = run_payloads(history, {"kl_beta": 0.1}, noise_floor=1e-6) | step_payloads(
         replace(record, datums=off)

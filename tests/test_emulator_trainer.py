@@ -116,11 +116,11 @@ def start_service(tmp_path):
 # What is trained, in our words and on the wire
 
 
-def some_datums(seed: int, count: int = 3, longest: int = 24) -> list[Datum]:
+def three_datums(seed: int) -> list[Datum]:
     rng = np.random.default_rng(seed)
     datums = []
-    for i in range(count):
-        n = int(rng.integers(4, longest))
+    for i in range(3):
+        n = int(rng.integers(4, 24))
         weights = (np.arange(n - 1) >= n // 3).astype(float)
         datums.append(
             Datum(rng.integers(0, 255, n), weights, advantage=float(rng.normal()), sample=i)
@@ -218,13 +218,13 @@ def test_a_batch_in_pieces_is_one_batch(tinker_service, tinker):
 )
 def test_a_wrong_datum_fails_its_own_request_only(running, change, text):
     model_id = running.model()
-    datum = wire_datum(some_datums(0)[0])
+    datum = wire_datum(three_datums(0)[0])
     change(datum)
     failed = running.result("forward_backward", pass_body(model_id, 1, [datum]))
     assert failed["category"] == "user"
     assert text in failed["error"]
     good = running.result(
-        "forward_backward", pass_body(model_id, 2, [wire_datum(some_datums(0)[0])])
+        "forward_backward", pass_body(model_id, 2, [wire_datum(three_datums(0)[0])])
     )
     assert "loss:sum" in good["metrics"]
 
@@ -251,7 +251,7 @@ def test_names_cannot_leave_the_folder(running):
 @pytest.mark.parametrize("normalization", [None, "none", "num_loss_tokens", "num_sequences"])
 def test_the_gradient_is_divided_by_what_has_a_dlogprob(running, normalization):
     model_id = running.model()
-    datums = some_datums(5)
+    datums = three_datums(5)
     series = [d.weights for d in datums]
     series[1] = np.zeros_like(series[1])
     wire = [wire_datum(d, weights=w) for d, w in zip(datums, series, strict=True)]
@@ -307,7 +307,7 @@ def test_every_served_loss_is_its_formula(name, masked):
 def test_a_merged_snapshot_serves_what_the_adapter_serves(running):
     model_id = running.model(rank=3, seed=2)
     running.post(
-        "forward_backward", pass_body(model_id, 1, [wire_datum(d) for d in some_datums(0)])
+        "forward_backward", pass_body(model_id, 1, [wire_datum(d) for d in three_datums(0)])
     )
     running.post("optim_step", step_body(model_id, 2))
     for seq_id, kind in ((3, "base"), (4, "merged_base")):
@@ -360,7 +360,7 @@ def test_sessions_that_share_one_model_do_not_mix_their_weights(start_service, m
     for k in range(3):
         service.post(
             "forward_backward",
-            pass_body(model_id, 3 * k + 1, [wire_datum(d) for d in some_datums(k)]),
+            pass_body(model_id, 3 * k + 1, [wire_datum(d) for d in three_datums(k)]),
         )
         service.post("optim_step", step_body(model_id, 3 * k + 2))
         body = {

@@ -49,9 +49,9 @@ def spellings(key: str) -> set[bytes]:
     return spelled
 
 
-def spellings_in(data: bytes, keys: tuple[str, ...] = (KEY, WRONG)) -> list[str]:
-    "The spellings of a key that some bytes contain."
-    return sorted(s.decode() for key in keys for s in spellings(key) if s in data)
+def spellings_in(data: bytes) -> list[str]:
+    "The spellings of both keys that some bytes contain."
+    return sorted(s.decode() for key in (KEY, WRONG) for s in spellings(key) if s in data)
 
 
 def unpack(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -40,14 +40,14 @@ def backend_of(family: str = "qwen3", model: dict | None = None, **options):
     return open_local(tiny_model(family, **(model or {})), byte_tokenizer(), **options)
 
 
-def random_datums(seed: int, count: int, vocab: int = 200, longest: int = 24) -> list[Datum]:
+def random_datums(seed: int, count: int) -> list[Datum]:
     rng = np.random.default_rng(seed)
     datums = []
     for i in range(count):
-        n = int(rng.integers(2, longest))
+        n = int(rng.integers(2, 24))
         weights = (rng.random(n - 1) < 0.6).astype(float)
         datums.append(
-            Datum(rng.integers(0, vocab, n), weights, advantage=float(rng.normal()), sample=i)
+            Datum(rng.integers(0, 200, n), weights, advantage=float(rng.normal()), sample=i)
         )
     return datums
 

@@ -324,18 +324,18 @@ def test_a_page_that_is_no_longer_followed_does_not_change(tmp_path: Path):
 # --- runs next to each other -----------------------------------------------------------------------------------------
 
 
-def run_with_rewards(path: Path, add: float, seed: int, rows: int = 4) -> RunFolder:
-    "A run of three steps of n rows, each of which earns its share of `add` more."
+def run_with_rewards(path: Path, add: float, seed: int) -> RunFolder:
+    "A run of three steps of four rows, each of which earns its share of `add` more."
     run = RunFolder.create(path, {"learning_rate": add, "seed": 1})
     rng = np.random.default_rng(seed)
     for step in (1, 2, 3):
-        record = synthetic_record(step, groups=rows, completions=2)
+        record = synthetic_record(step, groups=4, completions=2)
         groups = []
         for i, group in enumerate(record.groups):
             samples = tuple(
                 replace(s, reward=add + i + rng.normal(0, 0.01), rewards={}) for s in group.samples
             )
-            number = rows * step + i
+            number = 4 * step + i
             groups.append(
                 replace(group, samples=samples, number=number, key=f"row {number}", advantages=None)
             )

@@ -60,18 +60,16 @@ IDS = {
 }
 
 
-def tiny_mixture(seed: int = 0, near: float = 0.02, normalised: bool = True) -> PreTrainedModel:
+def tiny_mixture(near: float = 0.02) -> PreTrainedModel:
     "Two layers of eight experts; router rows are equal but for `near`, so that their logits nearly tie."
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     experts = {
         "num_experts": 8,
         "num_experts_per_tok": TOP_K,
         "moe_intermediate_size": 32,
         "head_dim": 8,
     }
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**SIZES, **IDS, **experts, norm_topk_prob=normalised)
-    )
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **IDS, **experts, norm_topk_prob=True))
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(4 if p.ndim > 1 else 1)

@@ -382,9 +382,9 @@ def test_an_interrupt_stops_all_loops_that_run_and_the_handler_comes_back():
 # --- seek -----------------------------------------------------------------------------------------------------------
 
 
-def record_to_folder(loop, tmp_path, name="run"):
+def record_to_folder(loop, tmp_path):
     "A run folder that the loop writes to."
-    folder = RunFolder.create(tmp_path / name, loop.cfg)
+    folder = RunFolder.create(tmp_path / "run", loop.cfg)
     loop.outputs.append(folder.add)
     return folder
 

@@ -67,9 +67,9 @@ def all_bytes(folder: Path) -> bytes:
 # ---- W&B
 
 
-def wandb_records(folder: Path, timeout: float = 30.0):
+def wandb_records(folder: Path):
     "The records of a W&B run file, once its writer, a separate process, has written the last one."
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + 30
     while True:
         result = list(read_wandb(folder))
         kinds = [r.WhichOneof("record_type") for r in result]

@@ -431,18 +431,18 @@ def test_preflight_changes_nothing():
 
 
 def small_preflight(
-    reward: Any = toy_reward, backend: Backend | None = None, rows: Any = None, **settings: Any
+    reward: Any = toy_reward, backend: Backend | None = None, **settings: Any
 ) -> Any:
     "A small pre-flight."
-    looked = preflight(
+    coroutine = preflight(
         backend or tiny(),
-        rows or toy_rows(10),
+        toy_rows(10),
         reward,
         Config(**SMALL_RUN | settings),
         prompts=2,
         samples=8,
     )
-    return asyncio.run(looked)
+    return asyncio.run(coroutine)
 
 
 def check_named(flight: Any, name: str) -> Finding:
