@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import rl_notebook.config.config
-from ..config.settings import IGPOConfig, RecipeName
+from ..config.settings import IGPOConfig, RecipeName, not_default
 from ..config.aliases import accepts_other_spellings
 from ..core.types import ConfigError, DataError, PromptGroup
 from rl_notebook.loop.igpo import (
@@ -71,7 +71,7 @@ def igpo_problem(
             expected="a rollout function, or a factory of one",
             fix=fix,
         )
-    if (cfg.advantage_scale, cfg.ddof, cfg.advantage_eps) != ("std", 1, 1e-8):
+    if not_default(cfg, "advantage_scale", "ddof", "advantage_eps"):
         got = f"{cfg.advantage_scale!r}, ddof={cfg.ddof}"
         fix = "Turns are compared by their population std."
         raise ConfigError(

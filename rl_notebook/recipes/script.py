@@ -30,7 +30,7 @@ from ..loop.state import Loop
 from .rl_loop import load_problem, write_rows
 from ..task.rewards import REWARDS, RewardFn, as_reward_fns, reward_fn
 from ..loop.rollouts import RolloutFactory, first_parameter
-from ..config.settings import on_hub
+from ..config.settings import not_default, on_hub
 from ..config.aliases import OWN_YAML
 from ..task.models import model_source
 
@@ -394,8 +394,8 @@ def loop_parts(
     advantage_fn = arguments["advantage_fn"]
     if callable(advantage_fn):
         path = import_path(advantage_fn)
-        scaling = (cfg.advantage_scale, cfg.ddof, cfg.advantage_eps)
-        by_name = path and scaling == ("std", 1, 1e-8) and cfg.recipe != "igpo_loop"
+        scaled = not_default(cfg, "advantage_scale", "ddof", "advantage_eps")
+        by_name = path and not scaled and cfg.recipe != "igpo_loop"
         cfg = replace(cfg, advantage_fn=path if by_name else None)
         if not by_name:
             keywords["advantage_fn"] = sources.add(advantage_fn, "advantage_fn")
