@@ -102,7 +102,7 @@ def synthetic_record(
 
 
 def async_record(record: StepRecord) -> StepRecord:
-    "The same step with rollouts during training: a second long, each row in flight for two; one group is fresh, the others one version old."
+    "The same step of an asynchronous run: a second long, rows in flight for two; all groups but one are a version old."
     begin = float(record.step)
     ages = [0, *[1] * (len(record.groups) - 1)]
     numbers = [record.step * len(record.groups) + i for i in range(len(record.groups))]
