@@ -103,7 +103,7 @@ def rounding(dtype: str) -> Rounding:
 def rounding_of(logprobs: Sequence[Logprobs]) -> Rounding:
     "What the precision of these logprobs explains, if another series of the same tokens differs."
     return max(
-        (rounding(lp.dtype) for lp in logprobs),
+        (rounding(series.dtype) for series in logprobs),
         key=lambda r: r.largest,
         default=rounding("float32"),
     )

@@ -86,8 +86,10 @@ class LossParams:
     # nats per token from which samples with negative advantage are left out; None = off
     off_policy_mask_threshold: Positive | None = None
     top_entropy_quantile: Share = 1.0  # share of tokens, by entropy, that the policy loss keeps
-    eps_clip: NotNegative | None = None  # the ratio may fall to 1 - eps_clip
-    # the ratio may rise to 1 + eps_clip_high; None = eps_clip where the loss has no default
+    eps_clip: NotNegative | None = (
+        None  # the ratio may fall to 1 - eps_clip; gmpo: to exp(-eps_clip)
+    )
+    # the ratio may rise to 1 + eps_clip_high; gmpo: to exp(eps_clip_high); None = eps_clip where the loss has no default
     eps_clip_high: Float | None = None
     # dual clip, above 1: bounds the loss of negative advantages; None = off
     eps_clip_c: AboveOne | None = None
@@ -143,7 +145,7 @@ SURROGATE_PARAMS: dict[str, dict[str, Any]] = {
     | {"cov_share": 2e-4, "clip_cov_low": 1.0, "clip_cov_high": 5.0},
 }
 SEQUENCE_RATIO = ("gspo",)  # surrogates whose ratio is one per sequence
-NO_RATIO = ("grpo", "reinforce")  # and those that have none
+IGNORES_ANCHOR = ("grpo", "reinforce")  # surrogates that do not read `old_logprobs`
 SURROGATE_PARAM_NAMES = sorted(
     {param for defaults in SURROGATE_PARAMS.values() for param in defaults}
 )
@@ -182,10 +184,13 @@ def _without_companion(o: LossParams) -> Iterator[LossError]:
             expected="'off': reinforce is already anchored on the sampler",
             fix=fix,
         )
-    if o.anchor == "rollout" and loss in NO_RATIO:
+    if o.anchor == "rollout" and loss in IGNORES_ANCHOR:
         fix = "Leave it out or set policy_loss='ppo'."
         yield LossError(
-            "anchor", got=o.anchor, expected=f"'old': policy_loss={loss!r} has no ratio", fix=fix
+            "anchor",
+            got=o.anchor,
+            expected=f"'old': policy_loss={loss!r} has no ratio to the old policy",
+            fix=fix,
         )
     if o.icepop_threshold is not None and o.tis != "token":
         fix = "It leaves out single tokens."

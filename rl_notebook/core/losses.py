@@ -195,13 +195,13 @@ def dro(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
 
     Source: the Fireworks cookbook, `dro`.
     """
-    pull = (
+    penalty = (
         options.param("dro_beta")
         / 2
         * (tokens.policy_logprobs - tokens.old_logprobs) ** 2
         * (tokens.advantages != 0)
     )
-    return -(tokens.policy_logprobs * tokens.advantages * tis - pull)
+    return -(tokens.policy_logprobs * tokens.advantages * tis - penalty)
 
 # %% ../../nbs/core/09_losses.ipynb #e9862da1
 def sapo(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
@@ -248,21 +248,21 @@ def gmpo(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
 
 # %% ../../nbs/core/09_losses.ipynb #5a4e6112
 def dppo(
-    gone: Callable[[Tensor, Tensor], Tensor],
+    divergence: Callable[[Tensor, Tensor], Tensor],
     tokens: ActiveTokens,
     tis: Tensor,
     options: LossOptions,
 ) -> Tensor:
-    """-sg(min(r, cap)) A p C, without tokens that the advantage pushes on although they have gone beyond their bound.
+    """-sg(min(r, cap)) A p C, without tokens that are beyond their bound and that the advantage pushes further.
 
     Source: DPPO (arXiv:2602.04879).
     """
     p = tokens.policy_logprobs.detach()
     before = tokens.old_logprobs
-    far = gone(p, before)
+    moved = divergence(p, before)
     direction = torch.sign(p - before)
     beyond = torch.where(
-        tokens.advantages > 0, far > options.param("dppo_high"), far > options.param("dppo_low")
+        tokens.advantages > 0, moved > options.param("dppo_high"), moved > options.param("dppo_low")
     )
     kept = ~(beyond & (direction == torch.sign(tokens.advantages)))
     ratio = torch.exp(log_ratio(tokens, 20.0)).detach().clamp(max=options.param("dppo_cap"))
@@ -366,19 +366,23 @@ class LossOptions(LossParams):
     def needs_sampler(self) -> bool:
         "Whether the sampler's logprobs enter the loss."
         corrected = self.tis != "off" or self.anchor == "rollout" or self.policy_loss == "reinforce"
-        return corrected or self.teacher_coeff > 0 or self.asks_for("sampler_logprobs")
+        return corrected or self.teacher_coeff > 0 or self.requires_series("sampler_logprobs")
 
     @property
     def needs_ref(self) -> bool:
         "Whether the reference's logprobs enter the loss."
-        return self.kl_beta > 0 or self.teacher_coeff > 0 or self.asks_for("ref_logprobs")
+        return self.kl_beta > 0 or self.teacher_coeff > 0 or self.requires_series("ref_logprobs")
 
     @property
     def needs_entropy(self) -> bool:
         "Whether the policy's entropy enters the loss."
-        return self.entropy_coeff > 0 or self.top_entropy_quantile < 1 or self.asks_for("entropy")
+        return (
+            self.entropy_coeff > 0
+            or self.top_entropy_quantile < 1
+            or self.requires_series("entropy")
+        )
 
-    def asks_for(self, series: str) -> bool:
+    def requires_series(self, series: str) -> bool:
         "Whether a custom loss requires this series; False before it is imported."
         if self.policy_loss in SURROGATE_PARAMS or self.policy_loss not in POLICY_LOSSES:
             return False
@@ -443,7 +447,7 @@ def tis_weights(tokens: ActiveTokens, options: LossOptions) -> Tensor:  # (T,)
     )
 
 # %% ../../nbs/core/09_losses.ipynb #dcfce271
-def trained_share(
+def kept_tokens(
     tokens: ActiveTokens, options: LossOptions
 ) -> Tensor | float:  # (T,) of 0 and 1, or 1 for all
     "Which tokens the policy loss keeps, by how far off-policy their sample is and by entropy."
@@ -501,8 +505,8 @@ def _flat(datums: Sequence[Datum], name: str, required: bool) -> np.ndarray | No
     return np.concatenate(series) if series else np.zeros(0)
 
 # %% ../../nbs/core/09_losses.ipynb #7a507abe
-def _weights_are_binary(datums: Sequence[Datum]) -> None:
-    "A weight is a yes or no; anything between would be read as one of them."
+def _check_weights_are_binary(datums: Sequence[Datum]) -> None:
+    "Raise `LossError` for a weight that is neither 0 nor 1."
     for d in datums:
         bad = np.flatnonzero(~np.isin(d.weights, (0.0, 1.0)))
         if len(bad):
@@ -521,7 +525,7 @@ class SideData:
                 expected="at least one",
                 fix="A step without signal trains nothing.",
             )
-        _weights_are_binary(datums)
+        _check_weights_are_binary(datums)
         self.where = [d.where for d in datums]
         self.active = [torch.from_numpy(np.flatnonzero(d.active)) for d in datums]
         self.targets = [len(d.weights) for d in datums]
@@ -551,16 +555,17 @@ class SideData:
         "Select the active positions of the policy's logprobs and attach the side data."
         self._check(policy_logprobs)
         p = torch.cat(
-            [lp[ix.to(lp.device)] for lp, ix in zip(policy_logprobs, self.active, strict=True)]
+            [x[ix.to(x.device)] for x, ix in zip(policy_logprobs, self.active, strict=True)]
         )
         p = p if p.dtype == torch.float64 else p.float()
         self._check_finite(p)
-        on: dict[str, Any] = {
+        series: dict[str, Any] = {
             k: None if a is None else torch.as_tensor(a).to(p) for k, a in self.arrays.items()
         }
-        on["old_logprobs"] = p.detach() if on["old_logprobs"] is None else on["old_logprobs"]
-        on |= {name: getattr(self, name).to(p.device) for name in ("sample", "lengths", "group")}
-        return ActiveTokens(policy_logprobs=p, **on)
+        if series["old_logprobs"] is None:
+            series["old_logprobs"] = p.detach()
+        places = {name: getattr(self, name).to(p.device) for name in ("sample", "lengths", "group")}
+        return ActiveTokens(policy_logprobs=p, **series, **places)
 
     def with_entropy(self, entropies: Sequence[Tensor] | None) -> Tensor:  # (T,)
         "The policy's entropy at the active positions; raises `LossError` where it is not known."
@@ -577,7 +582,7 @@ class SideData:
         return torch.cat(known)
 
     def _check(self, policy_logprobs: Sequence[Tensor]) -> None:
-        got = [len(lp) for lp in policy_logprobs]
+        got = [len(x) for x in policy_logprobs]
         expected = self.targets
         if got != expected:
             raise AlignmentError(
@@ -822,7 +827,7 @@ def loss_terms(tokens: ActiveTokens, options: LossOptions) -> tuple[Tensor, Tens
     "Per-token policy loss with its correction, and the KL term already times beta."
     surrogate = policy_loss_fn(options)(
         tokens, tis_weights(tokens, options), options
-    ) * trained_share(tokens, options)
+    ) * kept_tokens(tokens, options)
     if options.kl_beta == 0 or tokens.ref_logprobs is None:
         return surrogate, torch.zeros_like(surrogate)
     kl = KL_ESTIMATORS[options.kl_estimator](tokens.policy_logprobs, tokens.ref_logprobs)
@@ -886,7 +891,7 @@ def loss_metrics(
 ) -> dict[str, float]:
     "What the loss saw: counts, ratios, clipping, KL, correction, and who moved the policy."
     leaf = replace(tokens, policy_logprobs=tokens.policy_logprobs.detach())
-    kept = trained_share(leaf, options)
+    kept = kept_tokens(leaf, options)
     out = {
         "num_loss_tokens": float(len(tokens.policy_logprobs)),
         "num_datums": float(len(tokens.lengths)),
@@ -928,16 +933,16 @@ def _sampler_metrics(tokens: ActiveTokens, options: LossOptions) -> dict[str, fl
     assert tokens.sampler_logprobs is not None
     # what this step's earlier updates moved is no mismatch
     before = tokens.policy_logprobs if options.anchor == "rollout" else tokens.old_logprobs
-    log_ratio = (before - tokens.sampler_logprobs).double()
-    gap = log_ratio.abs()
-    both = torch.logsumexp(torch.stack([log_ratio, 2 * log_ratio]), dim=1)
+    log_weight = (before - tokens.sampler_logprobs).double()
+    gap = log_weight.abs()
+    both = torch.logsumexp(torch.stack([log_weight, 2 * log_weight]), dim=1)
     out = {
         f"sampling/sampling_logp_difference/{k}": v.item()
         for k, v in (("mean", gap.mean()), ("max", gap.max()))
     }
     out["sampling/kl"] = KL_ESTIMATORS["k3"](tokens.sampler_logprobs, before).mean().item()
-    out["sampling/perplexity_ratio"] = (-log_ratio.mean()).exp().item()
-    out["sampling/ess"] = (2 * both[0] - both[1]).exp().item() / len(log_ratio)
+    out["sampling/perplexity_ratio"] = (-log_weight.mean()).exp().item()
+    out["sampling/ess"] = (2 * both[0] - both[1]).exp().item() / len(log_weight)
     if options.tis != "off":
         raw = raw_tis_weights(tokens, options)
         w = tis_weights(tokens, options)
@@ -966,21 +971,21 @@ def _gradient_shares(
         leaf = replace(tokens, policy_logprobs=tokens.policy_logprobs.detach().requires_grad_())
         surrogate, kl = loss_terms(leaf, options)
         p = leaf.policy_logprobs
-        pg = torch.autograd.grad(
+        by_policy = torch.autograd.grad(
             aggregate(surrogate, leaf, options, denominator), p, allow_unused=True
         )[0]
-        pull = (
+        by_kl = (
             torch.autograd.grad(aggregate(kl, leaf, options, denominator), p)[0]
             if kl.requires_grad
             else None
         )
-    pg = torch.zeros_like(tokens.old_logprobs) if pg is None else pg
-    pull = torch.zeros_like(pg) if pull is None else pull
-    total = (pg + pull).abs().sum().item()
-    parts = (pg.abs().sum() + pull.abs().sum()).item()
-    positive = (pg + pull).abs()[tokens.advantages > 0].sum().item()
+    by_policy = torch.zeros_like(tokens.old_logprobs) if by_policy is None else by_policy
+    by_kl = torch.zeros_like(by_policy) if by_kl is None else by_kl
+    total = (by_policy + by_kl).abs().sum().item()
+    parts = (by_policy.abs().sum() + by_kl.abs().sum()).item()
+    positive = (by_policy + by_kl).abs()[tokens.advantages > 0].sum().item()
     shares = {"positive_share": positive / total if total else 0.0}
-    shares["kl_share"] = pull.abs().sum().item() / parts if parts else 0.0
+    shares["kl_share"] = by_kl.abs().sum().item() / parts if parts else 0.0
     out = {"grad/abs_sum": total} | {f"grad/{name}": share for name, share in shares.items()}
     has_custom_clip = (
         options.policy_loss not in SURROGATE_PARAMS and options.param("eps_clip") is not None
@@ -988,7 +993,7 @@ def _gradient_shares(
     # what such a loss leaves out has no gradient
     if has_custom_clip or options.param("dppo_low") is not None:
         out["clip_ratio/region_mean"] = (
-            ((pg == 0) & (tokens.advantages != 0)).double().mean().item()
+            ((by_policy == 0) & (tokens.advantages != 0)).double().mean().item()
         )
     return out
 

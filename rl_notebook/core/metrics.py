@@ -79,7 +79,7 @@ def completion_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
         for stat, f in (("mean", np.mean), ("min", np.min), ("max", np.max)):
             out[f"completions/{stat}_{name}"] = float(f(values)) if len(values) else 0.0
     raw = [s.logprobs if s.raw_logprobs is None else s.raw_logprobs for s in samples]
-    out["entropy"] = _mean([float(-np.nanmean(lp)) for lp in raw if np.isfinite(lp).any()])
+    out["entropy"] = _mean([float(-np.nanmean(x)) for x in raw if np.isfinite(x).any()])
     out["rollout/num_samples"] = float(len(samples))
     out["rollout/num_dropped"] = float(sum(len(g.dropped) for g in groups))
     return out
@@ -88,7 +88,7 @@ def completion_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
 def exact_entropy(datums: Sequence[Datum], loss: LossOutput | None) -> dict[str, float]:
     "Mean entropy over the trained tokens, nats, if it is known of all of them; else nothing."
     logprobs = loss.logprobs if loss and len(loss.logprobs) == len(datums) else ()
-    values = [lp.entropy[d.active] for d, lp in zip(datums, logprobs) if lp.entropy is not None]
+    values = [x.entropy[d.active] for d, x in zip(datums, logprobs) if x.entropy is not None]
     flat = np.concatenate(values) if values and len(values) == len(datums) else np.zeros(0)
     return {"entropy/exact": float(flat.mean())} if len(flat) and np.isfinite(flat).all() else {}
 

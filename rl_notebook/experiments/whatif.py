@@ -37,7 +37,7 @@ from ..show.html import frame_html
 from ..core.losses import SURROGATE_PARAM_NAMES, POLICY_LOSSES, LossOptions
 from ..core.trust import IMPORT_PATH, NameFromFile
 from ..core.validation import nearest
-from ..core.loss_params import NO_RATIO
+from ..core.loss_params import IGNORES_ANCHOR
 from ..core.retries import together
 from ..runs.records import StepRecord, expect
 from ..task.rewards import Limits, RewardFn, as_reward_fns, blocking, graded, score
@@ -181,7 +181,7 @@ def inherit_options(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> 
         *(SURROGATE_PARAM_NAMES if other_loss else ()),
         *(_OF_TIS if changes.get("tis") == "off" else ()),
     }
-    if changes.get("policy_loss") in NO_RATIO:
+    if changes.get("policy_loss") in IGNORES_ANCHOR:
         left |= {"anchor"}
     return {k: v for k, v in recorded.items() if k not in left}
 
@@ -319,12 +319,12 @@ def apply_advantages(batch: FrozenBatch, variant: Variant) -> tuple[Datum, ...]:
 def check_series(batch: FrozenBatch, variant: Variant) -> None:
     "Raises `LossError` when the batch lacks a series that the variant reads."
     o = variant.options
-    by_loss = o.policy_loss == "reinforce" or o.asks_for("sampler_logprobs")
+    by_loss = o.policy_loss == "reinforce" or o.requires_series("sampler_logprobs")
     reader = f"policy_loss={o.policy_loss!r}" if by_loss else f"tis={o.tis!r}"
     reader = f"anchor={o.anchor!r}" if o.anchor == "rollout" else reader
     taught = o.teacher_coeff > 0
     weight = f"teacher_coeff={o.teacher_coeff:g}" if taught else f"kl_beta={o.kl_beta:g}"
-    weight = f"policy_loss={o.policy_loss!r}" if o.asks_for("ref_logprobs") else weight
+    weight = f"policy_loss={o.policy_loss!r}" if o.requires_series("ref_logprobs") else weight
     reader = weight if taught else reader
     needs = [
         (

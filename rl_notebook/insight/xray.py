@@ -24,7 +24,7 @@ from rl_notebook.core.types import (
     PromptGroup,
     RolloutSample,
 )
-from ..core.loss_params import NO_RATIO, SURROGATE_PARAMS
+from ..core.loss_params import IGNORES_ANCHOR, SURROGATE_PARAMS
 from rl_notebook.runs.records import (
     StepRecord,
     begins,
@@ -983,9 +983,9 @@ def check_correction(record: StepRecord, previous: StepRecord | None = None) -> 
         return check(False, text, expected=expected, fix=fix, where=without[0], got=got)
     age = record.metrics.get("staleness/max", 0.0)
     old = f"samples are up to {age:g} sync{('s' if age != 1 else '')} stale" if age > 0 else words
-    has_ratio = record.options.get("policy_loss", "grpo") not in NO_RATIO
+    reads_anchor = record.options.get("policy_loss", "grpo") not in IGNORES_ANCHOR
     if reads_sampler(record) or (
-        has_ratio and any(d.old_logprobs is not None for d in record.datums)
+        reads_anchor and any(d.old_logprobs is not None for d in record.datums)
     ):
         aged = (
             f"{old}, and the loss corrects for it"
