@@ -86,10 +86,10 @@ class LossParams:
     # nats per token from which samples with negative advantage are left out; None = off
     off_policy_mask_threshold: Positive | None = None
     top_entropy_quantile: Share = 1.0  # share of tokens, by entropy, that the policy loss keeps
-    eps_clip: NotNegative | None = (
-        None  # the ratio may fall to 1 - eps_clip; gmpo: to exp(-eps_clip)
-    )
-    # the ratio may rise to 1 + eps_clip_high; gmpo: to exp(eps_clip_high); None = eps_clip where the loss has no default
+    # the ratio may fall to 1 - eps_clip; gmpo: to exp(-eps_clip)
+    eps_clip: NotNegative | None = None
+    # the ratio may rise to 1 + eps_clip_high; gmpo: to exp(eps_clip_high); None = eps_clip where
+    # the loss has no default
     eps_clip_high: Float | None = None
     # dual clip, above 1: bounds the loss of negative advantages; None = off
     eps_clip_c: AboveOne | None = None
