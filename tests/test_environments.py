@@ -375,7 +375,7 @@ def test_a_failure_that_an_agent_hides_is_raised():
     assert Scripted("fine").play(agent_rollouts(hiding)).reward == 1
     with pytest.raises(BackendError, match="gone"):
         Scripted(BackendError("the server is gone")).play(agent_rollouts(hiding))
-    with pytest.raises(AlignmentError, match=r"refused: .*temperature"):
+    with pytest.raises(AlignmentError, match=r"rejected: .*temperature"):
         Scripted("fine").play(
             agent_rollouts(lambda row, rollout: hiding(row, rollout, temperature=0.5))
         )

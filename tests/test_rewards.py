@@ -17,7 +17,11 @@ from errors import failed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
 from rl_notebook.core.types import Completion, RewardError, RolloutSample
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.runs.run import Run, RunFolder
 from rl_notebook.task.audit import audit_reward
 from rl_notebook.task.data import make_row
 from rl_notebook.task.rewards import (
@@ -34,6 +38,7 @@ from rl_notebook.task.rewards import (
     score_blocking,
     tagged_integer_reward,
 )
+from rl_notebook.task.toy import toy_rows
 
 CHAT = make_row({"id": "q17", "question": "48/2+48?", "answer": "72", "level": "easy"})
 TEXT = make_row({"id": "q18", "prompt": "48/2+48 =", "answer": "72"})
@@ -253,6 +258,39 @@ def test_trl_sync_async_and_columns():
     )
     score_blocking([sample], CHAT, lambda completions: columns_seen.update(c=completions) or [0])
     assert columns_seen["c"] == [turns]  # a conversation is one
+
+
+def test_what_reward_functions_log_reaches_the_record(tmp_path):
+    def brief(completions, log_extra, log_metric, **columns):
+        log_extra("kind", [np.float64(len(text)) for text in completions])
+        log_extra("first", [Word(text[:1]) for text in completions])
+        log_metric("longest", max(map(len, completions)))
+        return [-float(len(text)) for text in completions]
+
+    class Word:
+        def __init__(self, text):
+            self.text = text
+
+        def __str__(self):
+            return self.text
+
+    def verl(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": 1.0, "acc": float("1" in solution_str)}
+
+    cfg = Config(
+        prompt_groups_per_step=2, completions_per_prompt=3, max_completion_tokens=8, kl_beta=0
+    )
+    loop = GRPOLoop(open_local("tiny"), toy_rows(8), [brief, verl], cfg)
+    run = RunFolder.create(tmp_path / "run", cfg)
+    run.add(asyncio.run(loop.step()))
+    record = Run.open(tmp_path / "run").record(1)
+    logged = [s.info["logged_by_rewards"] for g in record.groups for s in g.samples]
+    texts = [s.text for g in record.groups for s in g.samples]
+    assert [cells["kind"] for cells in logged] == [float(len(text)) for text in texts]
+    assert [cells["first"] for cells in logged] == [text[:1] for text in texts]
+    assert record.metrics["logged/acc"] == pytest.approx(np.mean(["1" in text for text in texts]))
+    longest = [max(len(s.text) for s in g.samples) for g in record.groups]
+    assert record.metrics["logged/longest"] == pytest.approx(np.mean(longest))
 
 
 def test_a_function_of_trl_that_got_the_other_form_is_shown_which_and_why():

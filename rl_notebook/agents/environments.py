@@ -201,7 +201,8 @@ async def graded_run(
     whole = replace(run.segments[-1], info={**run.segments[-1].info, "messages": list(messages)})
     scores = await score([whole], row, list(rewards))
     segments: tuple[RolloutSample, ...] = tuple(
-        replace(s, rewards=scores.rewards(0)) for s in run.segments
+        replace(s, rewards=scores.rewards(0), info={**s.info, **scores.info(0)})
+        for s in run.segments
     )
     return RolloutRun(segments, scores.reward(0))
 

@@ -37,6 +37,17 @@ def _per_function(groups: Sequence[PromptGroup]) -> dict[str, float]:
         out[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
     return out
 
+# %% ../../nbs/core/11_metrics.ipynb #6c1ed002
+def _logged(groups: Sequence[PromptGroup]) -> dict[str, float]:
+    "`logged/NAME`: the mean, over the samples that have one, of each number that reward functions logged."
+    numbers: dict[str, list[float]] = {}
+    for group in groups:
+        for sample in group.samples:
+            for name, value in sample.info.get("logged_by_rewards", {}).items():
+                if isinstance(value, int | float):
+                    numbers.setdefault(name, []).append(value)
+    return {f"logged/{name}": _mean(values) for name, values in numbers.items()}
+
 # %% ../../nbs/core/11_metrics.ipynb #9a1c0020
 def known_rewards(group: PromptGroup) -> np.ndarray:  # (samples that have one,)
     "The rewards of a group without completions that have none (None, which is NaN in `PromptGroup.rewards`)."
@@ -66,7 +77,7 @@ def reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
         "frac_dead_high": ends["high"] / max(len(rewards), 1),
         "frac_dead_low": ends["low"] / max(len(rewards), 1),
     }
-    return out | _per_function(groups)
+    return out | _per_function(groups) | _logged(groups)
 
 # %% ../../nbs/core/11_metrics.ipynb #29f2091a
 def completion_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:

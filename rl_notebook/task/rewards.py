@@ -821,7 +821,7 @@ def _number(value: Any, fn: RewardFn, where: str, text: str) -> float:  # NaN = 
 
 # %% ../../nbs/task/01_rewards.ipynb #f7e621ed
 def _score_of_dict(value: Any, logs: _Logs) -> Any:
-    "The score of a verl result, whose other numbers become metrics."
+    "The score of a verl result; its other numbers are logged."
     if not isinstance(value, Mapping) or "score" not in value:
         return value
     for k, v in value.items():
@@ -999,6 +999,12 @@ async def _values(
     return frozen_array(checked, np.float64)
 
 # %% ../../nbs/task/01_rewards.ipynb #9a43c7e6
+def _plain_cell(value: Any) -> Any:
+    "A cell of `log_extra` as a record can hold it: numbers and texts as they are, the rest as text."
+    value = value.item() if isinstance(value, np.generic) else value
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
 @dataclass(frozen=True, eq=False)
 class Scores:
     "Rewards of one group: one column per function, and the weighted total."
@@ -1007,7 +1013,7 @@ class Scores:
     values: tuple[np.ndarray, ...]  # per function (n,); NaN = unscorable
     totals: np.ndarray  # (n,) weighted sums; NaN = unscorable
     extra: Mapping[str, list[Any]] = field(default_factory=dict)  # columns from `log_extra`
-    # means of `log_metric`, scores besides verl's
+    # means of the group: numbers from `log_metric`, and those that a verl function returns with its score
     metrics: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[int, str] = field(default_factory=dict)  # by sample: which function took too long
 
@@ -1022,6 +1028,13 @@ class Scores:
         "What each function gave a sample."
         cells = {f.name: float(v[i]) for f, v in zip(self.functions, self.values, strict=True)}
         return {k: None if math.isnan(v) else v for k, v in cells.items()}
+
+    def info(self, i: int) -> dict[str, Any]:
+        "What a sample keeps in its `info`: what was logged (`logged_by_rewards`), and which function took too long (`late`)."
+        cells = {column: _plain_cell(values[i]) for column, values in self.extra.items()}
+        logged = {**cells, **self.metrics}
+        late = {"late": self.late[i]} if i in self.late else {}
+        return late | ({"logged_by_rewards": logged} if logged else {})
 
     def to_frame(self) -> Any:
         "The table as a pandas DataFrame, for looking at."
@@ -1156,13 +1169,15 @@ def score_blocking(
 
 # %% ../../nbs/task/01_rewards.ipynb #5c048c42
 def graded(samples: Sequence[RolloutSample], scores: Scores) -> tuple[RolloutSample, ...]:
-    "The samples with their total and per-function rewards; `reward` is None where unscorable, with `late` in `info`."
+    "The samples with their rewards and what `Scores.info` keeps; `reward` is None where unscorable."
     if len(samples) != len(scores):
         raise RewardError("scores", got=len(scores), expected=f"{len(samples)}, one per sample")
-    late = [{"late": scores.late[i]} if i in scores.late else {} for i in range(len(samples))]
-    grades = [
-        {"reward": scores.reward(i), "rewards": scores.rewards(i)} for i in range(len(samples))
-    ]
     return tuple(
-        replace(s, **g, info={**s.info, **w}) for s, g, w in zip(samples, grades, late, strict=True)
+        replace(
+            sample,
+            reward=scores.reward(i),
+            rewards=scores.rewards(i),
+            info={**sample.info, **scores.info(i)},
+        )
+        for i, sample in enumerate(samples)
     )
