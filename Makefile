@@ -100,8 +100,8 @@ prep: $(STAMP) ## before a commit: lint and format, clean, export, README
 	$(BIN)/nbdev_export
 	$(BIN)/python tests/pages.py readme
 
-check: $(STAMP) ## after `make prep`: lint, types, page and tests of one notebook (NB=nbs/task/00_data.ipynb)
-	$(BIN)/python tests/check.py $(NB)
+check: $(STAMP) ## after `make prep`: lint, types, page and tests of the changed notebooks, or of NB=nbs/task/00_data.ipynb
+	$(BIN)/python tests/check.py $(if $(filter file,$(origin NB)),,$(NB))
 
 outputs: $(STAMP) ## run notebooks in place and store their outputs (NB="nbs/task/00_data.ipynb ..." for some)
 	$(BIN)/jupyter nbconvert --log-level=WARN --to notebook --execute --inplace \

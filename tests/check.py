@@ -1,6 +1,7 @@
-"""Checks one notebook: lint, the types of its module, the notebook itself, and the tests of its module.
+"""Checks notebooks: lint, the types of their modules, the notebooks themselves, and the tests of their modules.
 
-`make check NB=nbs/core/09_losses.ipynb`, after `make prep`. `make test` checks everything."""
+`make check`, after `make prep`, checks those that differ from the last commit, `make check NB=nbs/core/09_losses.ipynb`
+the named ones. `make test` checks everything."""
 
 from __future__ import annotations
 
@@ -47,41 +48,57 @@ def run(*command: str | Path) -> None:
         sys.exit(result.returncode)
 
 
-def check(notebook: Path) -> None:
-    "Run all checks of one notebook."
-    module = module_of(notebook)
-    source = Path(*module.split(".")).with_suffix(".py")
-    run("ruff", "check", notebook)
-    run("ruff", "format", "--check", notebook)
-    if (ROOT / source).exists():  # tutorials export nothing
-        run("pyright", source)
-    run("python", "tests/notebooks.py", "--n_workers", "1", "--path", notebook)
-    tests = [file.relative_to(ROOT) for file in tests_of(module)]
+def golden_names(module: str) -> list[str]:
+    "The recorded inputs and outputs that have the module's name in theirs."
     word = re.compile(rf"(^|_){singular(module)}(e?s)?(_|$)")
     golden = (ROOT / "tests" / "golden").glob("*.json")
-    recorded = sorted(file.stem for file in golden if word.search(file.stem))
+    return sorted(file.stem for file in golden if word.search(file.stem))
+
+
+def changed_notebooks() -> list[Path]:
+    "Notebooks that differ from the last commit, or that git does not know yet."
+    changed = ["git", "diff", "--name-only", "--diff-filter=d", "HEAD", "--", "nbs"]
+    new = ["git", "ls-files", "--others", "--exclude-standard", "--", "nbs"]
+    lines = [
+        line
+        for command in (changed, new)
+        for line in subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
+    ]
+    return [Path(line) for line in sorted(lines) if line.endswith(".ipynb")]
+
+
+def check(notebooks: list[Path]) -> None:
+    "Run all checks of these notebooks, the quick ones first."
+    modules = [module_of(notebook) for notebook in notebooks]
+    sources = [Path(*module.split(".")).with_suffix(".py") for module in modules]
+    exported = [
+        source for source in sources if (ROOT / source).exists()
+    ]  # tutorials export nothing
+    run("ruff", "check", *notebooks)
+    run("ruff", "format", "--check", *notebooks)
+    if exported:
+        run("pyright", *exported)
+    for notebook in notebooks:
+        run("python", "tests/notebooks.py", "--n_workers", "1", "--path", notebook)
+    pytest = ("pytest", "-q", "-p", "no:cacheprovider")
+    tests = {file.relative_to(ROOT): None for module in modules for file in tests_of(module)}
+    recorded = {name: None for module in modules for name in golden_names(module)}
     if tests:
-        run("pytest", "-q", "-p", "no:cacheprovider", *tests)
+        run(*pytest, *tests)
     if recorded:
-        run(
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "tests/test_golden.py",
-            "-k",
-            " or ".join(recorded),
-        )
-    if not tests and not recorded:
-        print(f"No test file is about {module} alone: `make test` has its tests.")
+        run(*pytest, "tests/test_golden.py", "-k", " or ".join(recorded))
+    for module in modules:
+        if not tests_of(module) and not golden_names(module):
+            print(f"No test file is about {module} alone: `make test` has its tests.")
 
 
 if __name__ == "__main__":
-    notebooks = [Path(os.path.relpath(name, ROOT)) for name in sys.argv[1:]]
+    notebooks = [Path(os.path.relpath(name, ROOT)) for name in sys.argv[1:]] or changed_notebooks()
     wrong = [str(path) for path in notebooks if path.parts[0] != "nbs" or not path.is_file()]
-    if wrong or not notebooks:
+    if wrong:
+        sys.exit(f"make check: got NB={' '.join(wrong)}; expected NB=nbs/folder/NN_name.ipynb")
+    if not notebooks:
         sys.exit(
-            f"make check: got NB={' '.join(wrong) or 'nothing'}; expected NB=nbs/folder/NN_name.ipynb"
+            "make check: no notebook differs from the last commit; name one: NB=nbs/folder/NN_name.ipynb"
         )
-    for notebook in notebooks:
-        check(notebook)
+    check(notebooks)
