@@ -227,7 +227,7 @@ async def _check_weights(cfg: Config, sampler: Any, tokens: list[int]) -> list[F
 async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Finding]:
     "Whether the next token is sampled as often as its logprob says, at the least certain places of a few completions."
     from rl_notebook.insight.doctor.causes import sampled_otherwise
-    from rl_notebook.insight.doctor.doctor import resample
+    from rl_notebook.insight.doctor.doctor import run_resample
     from rl_notebook.insight.doctor.evidence import gather
 
     async def sample(
@@ -242,7 +242,7 @@ async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Findin
         for c in completions
     ]
     sampler_logprobs = [np.r_[np.full(c.prompt_len - 1, np.nan), c.logprobs] for c in completions]
-    e = await resample(
+    e = await run_resample(
         gather(datums, sampler_logprobs, sampler_logprobs),
         bundle,
         range(len(datums)),

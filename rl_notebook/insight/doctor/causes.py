@@ -22,9 +22,17 @@ from rl_notebook.insight.doctor.evidence import (
     Evidence,
     Cause,
     Resample,
+    beyond,
+    coarsest,
+    differs,
+    excess,
+    explained,
+    floor,
+    nearest_at,
+    score_prediction,
+    size,
+    tolerance,
 )
-from .evidence import beyond, coarsest, differs, excess, explained, floor
-from .evidence import score_prediction, nearest_at, size, tolerance
 from ...core.gaps import Rounding, rounding
 
 # %% auto #0

@@ -20,31 +20,26 @@ from rl_notebook.insight.doctor.causes import (
     NONE,
     NO_MISMATCH,
     NEXT_EXPERIMENTS,
-    no_mismatch,
-    sampled_otherwise,
-)
-from rl_notebook.insight.doctor.causes import (
     dtype_or_batching,
     from_series,
     mask_leak,
     moved_rows,
+    no_mismatch,
     non_finite,
-)
-from rl_notebook.insight.doctor.causes import (
     other_logits,
     other_temperature,
     other_text,
     other_tokens,
     repeated,
-)
-from rl_notebook.insight.doctor.causes import (
-    unexplained_gap,
+    sampled_otherwise,
     self_contradiction,
     shift,
     stale_weights,
+    unexplained_gap,
     vocabulary,
+    wrong_number_format,
+    wrong_reference,
 )
-from .causes import wrong_number_format, wrong_reference
 from ...config.aliases import words_for
 from ...task.chat import render
 from rl_notebook.core.types import (
@@ -66,13 +61,11 @@ from rl_notebook.insight.doctor.evidence import (
     beyond,
     differs,
     floor,
-)
-from rl_notebook.insight.doctor.evidence import (
     gather,
+    localize_mismatch,
     noise_floor,
     size,
     tolerance,
-    localize_mismatch,
 )
 from ...runs.records import StepRecord, expect, html_table
 from ...core.gaps import ROUNDING, Rounding
@@ -89,16 +82,23 @@ GAP_FREE_HYPOTHESES: tuple[Hypothesis, ...] = (
     non_finite,
     wrong_reference,
     other_tokens,
+    other_temperature,
+    sampled_otherwise,
+    repeated,
+    self_contradiction,
 )
-GAP_FREE_HYPOTHESES += (other_temperature, sampled_otherwise, repeated, self_contradiction)
 GAP_HYPOTHESES: tuple[Hypothesis, ...] = (
     shift,
     moved_rows,
     wrong_number_format,
     other_logits,
     from_series,
+    stale_weights,
+    other_text,
+    dtype_or_batching,
+    vocabulary,
+    unexplained_gap,
 )
-GAP_HYPOTHESES += (stale_weights, other_text, dtype_or_batching, vocabulary, unexplained_gap)
 HYPOTHESES = GAP_FREE_HYPOTHESES + GAP_HYPOTHESES
 _SEEN = 0.005  # a score below which a finding is folded
 
@@ -260,7 +260,7 @@ def diagnosis_html(d: Diagnosis) -> str:
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #1c41e3f7
 def departs(e: Evidence) -> str:
-    "Which side does not say again what was recorded of it."
+    "Say which sides, scored again, report other numbers than were recorded of them."
     at_one = e.provenance.trainer_temperature in (None, 1.0)
     again = {"trainer": e.flat("policy") - e.p if "policy" in e.controls else np.zeros(0)}
     again["sampler"] = (
@@ -316,18 +316,18 @@ def rank_causes(e: Evidence) -> Diagnosis:
     )
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #2683ea0d
-def worst_rows(e: Evidence, limit: int) -> list[int]:
-    "Rows with the largest summed gaps."
+def worst_datums(e: Evidence, limit: int) -> list[int]:
+    "Indices of the datums with the largest summed gaps."
     gap = np.bincount(e.row, weights=np.nan_to_num(np.abs(e.gap)), minlength=len(e.datums))
     return np.argsort(-gap, kind="stable")[:limit].tolist()
 
 
 def one_per_datum(
-    e: Evidence, rows: Sequence[int], scored: Sequence[Logprobs]
+    e: Evidence, datum_indices: Sequence[int], scored: Sequence[Logprobs]
 ) -> tuple[np.ndarray | None, ...]:
     "One array per datum, None for those that were not scored."
-    by_row = dict(zip(rows, scored, strict=True))
-    return tuple(by_row[r].values if r in by_row else None for r in range(len(e.datums)))
+    by_index = dict(zip(datum_indices, scored, strict=True))
+    return tuple(by_index[i].values if i in by_index else None for i in range(len(e.datums)))
 
 
 async def echo_all(backend: Backend, tokens: Iterable[np.ndarray]) -> list[Logprobs]:
@@ -335,17 +335,21 @@ async def echo_all(backend: Backend, tokens: Iterable[np.ndarray]) -> list[Logpr
     return list(await asyncio.gather(*(backend.sampler.logprobs(t) for t in tokens)))
 
 
-async def rescore(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
-    "The policy twice, and a few rows alone."
-    datums = [e.datums[r] for r in rows]
+async def run_rescore(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
+    "Score the datums twice with the policy, and a few of them alone."
+    datums = [e.datums[i] for i in datum_indices]
     score = backend.policy.forward
     once = await score(datums)
     again = await score(datums)
-    longest = max(rows, key=lambda r: len(e.datums[r].tokens))
-    few = sorted({longest, *[r for r in worst_rows(e, len(e.datums)) if r in set(rows)][:2]})
-    alone = [(await score([e.datums[r]]))[0] for r in few]
-    series = {"policy": one_per_datum(e, rows, once), "policy again": one_per_datum(e, rows, again)}
-    series |= {"policy alone": one_per_datum(e, few, alone)}
+    longest = max(datum_indices, key=lambda i: len(e.datums[i].tokens))
+    worst = [i for i in worst_datums(e, len(e.datums)) if i in set(datum_indices)]
+    few = sorted({longest, *worst[:2]})
+    alone = [(await score([e.datums[i]]))[0] for i in few]
+    series = {
+        "policy": one_per_datum(e, datum_indices, once),
+        "policy again": one_per_datum(e, datum_indices, again),
+        "policy alone": one_per_datum(e, few, alone),
+    }
     provenance = replace(
         e.provenance, trainer_dtype=once[0].dtype, vocab_size=len(backend.tokenizer)
     )
@@ -353,10 +357,10 @@ async def rescore(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidenc
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #3be9939c
 async def sample_likely(
-    e: Evidence, backend: Backend, rows: Sequence[int], name: str, places: int = 24
+    e: Evidence, backend: Backend, datum_indices: Sequence[int], name: str, places: int = 24
 ) -> Evidence:
-    "What the sampler reports of likely tokens when it samples them again: for servers that score no given tokens."
-    likely = np.isin(e.row, list(rows)) & (e.s > np.log(0.2))
+    "Sample likely tokens again for what the sampler reports of them: for servers that score no given tokens."
+    likely = np.isin(e.row, list(datum_indices)) & (e.s > np.log(0.2))
     order = np.argsort(-np.where(likely, np.nan_to_num(np.abs(e.gap)), -1), kind="stable")
     chosen = [int(k) for k in order if likely[k]][:places]
     t = e.provenance.sampler_temperature
@@ -372,32 +376,32 @@ async def sample_likely(
     return replace(e, controls={**e.controls, name: tuple(reported)})
 
 
-async def echo(
-    e: Evidence, backend: Backend, rows: Sequence[int], name: str = "sampler"
+async def run_echo(
+    e: Evidence, backend: Backend, datum_indices: Sequence[int], name: str = "sampler"
 ) -> Evidence:
-    "The sampler scores the same tokens, or, if it cannot, samples some of them again."
+    "Let the sampler score the same tokens, or, if it cannot, sample some of them again."
     try:
-        logprobs = await echo_all(backend, [e.datums[r].tokens for r in rows])
+        logprobs = await echo_all(backend, [e.datums[i].tokens for i in datum_indices])
     except BackendError as refusal:
         e = replace(e, failed={**e.failed, "echo": str(refusal)})
         try:
-            return await sample_likely(e, backend, rows, name)
+            return await sample_likely(e, backend, datum_indices, name)
         except BackendError:
             return e
     provenance = replace(e.provenance, sampler_dtype=logprobs[0].dtype)
-    return replace(
-        e, controls={**e.controls, name: one_per_datum(e, rows, logprobs)}, provenance=provenance
-    )
+    series = one_per_datum(e, datum_indices, logprobs)
+    return replace(e, controls={**e.controls, name: series}, provenance=provenance)
 
 
-async def sync(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
-    "The sampler scores them again with the policy's weights; once the policy has learned, so does the reference."
+async def run_sync(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
+    "Give the sampler the policy's weights and let it score again; once the policy has learned, so does the reference."
     await backend.sync(await backend.policy.save_weights_for_sampler("doctor"))
-    e = await echo(e, backend, rows, "sampler synced")
+    e = await run_echo(e, backend, datum_indices, "sampler synced")
     if backend.reference is None or e.provenance.untrained:
         return e
-    logprobs = await backend.reference.forward([e.datums[r] for r in rows])
-    return replace(e, controls={**e.controls, "reference": one_per_datum(e, rows, logprobs)})
+    logprobs = await backend.reference.forward([e.datums[i] for i in datum_indices])
+    series = one_per_datum(e, datum_indices, logprobs)
+    return replace(e, controls={**e.controls, "reference": series})
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #b9b7844c
 def prompt_of(d: Datum) -> list[int]:
@@ -526,15 +530,18 @@ def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
     return candidates
 
 
-async def context(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
-    "Both sides score the three worst rows behind other prompts."
-    few = [
-        r for r in worst_rows(e, len(e.datums)) if r in set(rows) and e.datums[r].num_loss_tokens
-    ][:3]
+async def run_context(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
+    """Score the three datums with the largest gaps behind other prompts.
+
+    The policy scores, and the sampler where it echoes and the trainer's temperature is 1. Of an untrained policy that has learned
+    since, the reference has the weights: it scores for both sides.
+    """
+    worst = [i for i in worst_datums(e, len(e.datums)) if i in set(datum_indices)]
+    few = [i for i in worst if e.datums[i].num_loss_tokens][:3]
     jobs = [
-        (name, r, d)
-        for r in few
-        for name, d in [("as recorded", e.datums[r]), *contexts(e, backend, r).items()]
+        (name, i, d)
+        for i in few
+        for name, d in [("as recorded", e.datums[i]), *contexts(e, backend, i).items()]
     ]
     before = (
         backend.reference
@@ -552,10 +559,10 @@ async def context(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidenc
         scored["sampler"] = await echo_all(backend, [d.tokens for *_, d in jobs])
     series: dict[str, list[np.ndarray | None]] = {}
     for side, logprobs in scored.items():
-        for (name, r, datum), lp in zip(jobs, logprobs, strict=True):
-            values = np.full(len(e.datums[r].weights), np.nan)
-            values[e.datums[r].active] = lp.values[datum.active]
-            series.setdefault(f"{side}, {name}", [None] * len(e.datums))[r] = values
+        for (name, i, datum), scores in zip(jobs, logprobs, strict=True):
+            values = np.full(len(e.datums[i].weights), np.nan)
+            values[e.datums[i].active] = scores.values[datum.active]
+            series.setdefault(f"{side}, {name}", [None] * len(e.datums))[i] = values
     return replace(e, controls={**e.controls, **{name: tuple(x) for name, x in series.items()}})
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #f4c13aa3
@@ -584,11 +591,15 @@ def count_halves(at: int, halves: Sequence[Sequence[Completion]]) -> Resample:
     return Resample(at, np.array(order), np.array([claimed[t] for t in order]), counts)
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #56e51ba4
-async def resample(
-    e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, samples: int = 128
+async def run_resample(
+    e: Evidence,
+    backend: Backend,
+    datum_indices: Sequence[int],
+    places: int = 8,
+    samples: int = 128,
 ) -> Evidence:
-    "Sample `samples` next tokens, twice, at each of `places` positions where the sampler was in doubt."
-    doubt = np.where(np.isin(e.row, list(rows)), np.abs(np.exp(e.s) - 0.5), np.nan)
+    "Sample two halves of `samples` next tokens at each of `places` positions where the sampler was in doubt."
+    doubt = np.where(np.isin(e.row, list(datum_indices)), np.abs(np.exp(e.s) - 0.5), np.nan)
 
     def past(k):
         return e.datums[e.row[k]].tokens[: e.target[k] + 1]
@@ -630,13 +641,18 @@ async def resample(
     )
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #2ac28ff5
-CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]]
-CONTROLS = {run.__name__: run for run in (rescore, echo, sync, context, resample)}
+CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]] = {
+    "rescore": run_rescore,
+    "echo": run_echo,
+    "sync": run_sync,
+    "context": run_context,
+    "resample": run_resample,
+}
 CONCLUSIVE_SCORE = 0.95  # a score after which no further control is run
 
 
 def chosen_controls(names: Sequence[str]) -> list[str]:
-    "Controls in the order in which they run; the later ones need the first two. Raises ConfigError."
+    "Controls in the order in which they run; all but `resample` bring `rescore` and `echo` with them. Raises ConfigError."
     if unknown := [name for name in names if name not in CONTROLS]:
         raise ConfigError(
             "controls",
@@ -649,7 +665,7 @@ def chosen_controls(names: Sequence[str]) -> list[str]:
 
 
 def is_conclusive(e: Evidence) -> bool:
-    "Whether one cause explains nearly everything; a coarse precision waits until the sampler's is known, too."
+    "Whether one cause explains nearly everything; never for a trainer in 16 bits while the sampler's precision is unknown."
     coarse = (
         e.provenance.trainer_dtype in ("bfloat16", "float16") and e.provenance.sampler_dtype is None
     )
@@ -657,10 +673,10 @@ def is_conclusive(e: Evidence) -> bool:
     return d.score >= CONCLUSIVE_SCORE and d.cause != NONE and not d.undecided and not coarse
 
 
-def rows_for_controls(e: Evidence, limit: int) -> list[int]:
-    "Rows that the controls look at: the largest gaps and the longest, in order."
-    scored = [r for r in worst_rows(e, len(e.datums)) if e.datums[r].num_loss_tokens]
-    longest = max(scored, key=lambda r: len(e.datums[r].tokens))
+def datums_for_controls(e: Evidence, limit: int) -> list[int]:
+    "Indices of the datums that the controls look at: the largest gaps and the longest, in order."
+    scored = [i for i in worst_datums(e, len(e.datums)) if e.datums[i].num_loss_tokens]
+    longest = max(scored, key=lambda i: len(e.datums[i].tokens))
     return sorted({*scored[: max(limit - 1, 1)], longest})
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #aa4d0a27
@@ -706,7 +722,7 @@ async def diagnose(
             source.datums if isinstance(source, StepRecord) else source
         )
     e = gather(source, trainer_logprobs, sampler_logprobs, untrained=untrained)
-    rows = rows_for_controls(e, max_datums)
+    datum_indices = datums_for_controls(e, max_datums)
     for name in chosen if backend is not None else ():
         assert backend is not None
         if (
@@ -718,7 +734,7 @@ async def diagnose(
         if name in ("sync", "context") and "sampler" not in e.controls:
             continue
         try:
-            e = await CONTROLS[name](e, backend, rows)
+            e = await CONTROLS[name](e, backend, datum_indices)
         except BackendError as refusal:
             e = replace(e, failed={**e.failed, name: str(refusal)})
     return diagnose_evidence(e, lambda: tokenizer or getattr(backend, "tokenizer", None))
