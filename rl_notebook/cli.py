@@ -21,7 +21,7 @@ import traceback
 import typing
 import warnings
 import webbrowser
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from datetime import date
 from difflib import get_close_matches
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from rl_notebook.insight.doctor.doctor import Diagnosis
+    from rl_notebook.insight.doctor.evidence import Evidence
     from rl_notebook.core.types import RolloutSample
     from rl_notebook.runs.records import StepRecord
     from rl_notebook.runs.run import Run
@@ -609,28 +610,15 @@ async def diagnose_run(
     Diagnosis | None, bool
 ]:  # None = trainer and sampler cannot be compared; and whether it asks for a fix
     "Diagnose the steps of a run: a line each, whether weights arrive, and one in full, or those that differ together."
-    from rl_notebook.insight.doctor.doctor import diagnose_evidence, rank_causes
-    from rl_notebook.insight.doctor.evidence import POOLED, gather, pooled
+    from rl_notebook.insight.doctor.doctor import diagnose_evidence
     from rl_notebook.insight.sync import sync_truth
     from rl_notebook.runs.run import Run, readable
 
     run = Run.open(path)
-    results = dict[int, tuple[Any, Any]]()
-    seen = list[Any]()
-    missing: AlignmentError | DatumError | None = None
     of_others = run.reader is not None or str(run.config.get("trainer", "")).startswith("trl ")
     chosen, first = (_worth_a_look(run), run.steps[:EARLY]) if step is None else ([step], [])
-    for record in readable(run, sorted({*chosen, *first})) if step is None else [run.record(step)]:
-        seen.append(record)
-        if (record.loss is not None or record.origin) and record.step in chosen:
-            try:
-                e = gather(record)
-            except (AlignmentError, DatumError) as error:
-                if not of_others:
-                    raise
-                missing = error  # not trained, or not yet, or one series alone
-                continue
-            results[record.step] = e, rank_causes(e)
+    records = readable(run, sorted({*chosen, *first})) if step is None else [run.record(step)]
+    seen, results, missing = _compare_steps(records, chosen, of_others)
     agree = bool(results) and all(diagnosis.ok for _, diagnosis in results.values())
     words = _words_of_others(run, seen, agree) if of_others else []
     asks = any(not line.startswith(("– versions", "– temperature")) for line in words)
@@ -644,35 +632,82 @@ async def diagnose_run(
         which = "those with both series; of a long run the last, and those with the largest gap by the metrics"
         say(f"{len(results)} of {len(run)} steps: {which} (--step N)")
     synced = sync_truth([record for record in seen if record.step in first]) if first else None
-    differ = [n for n, (_, diagnosis) in results.items() if not diagnosis.ok]
-    number = next(
-        (n for n in differ if results[n][1].certainty == "sure"), min(differ, default=max(results))
-    )
-    e = results[number][0]
-    name = f"step {number}"
-    if number in differ and results[number][1].certainty != "sure":
-        e = pooled([results[n][0] for n in results]) or e
-        several = differ[:POOLED]
-        name = f"steps {', '.join(map(str, several))} together" if len(several) > 1 else name
+    number, name, e = _shown_in_full(results)
     shown = diagnose_evidence(e, run.tokenizer)
     if rescore:
         from rl_notebook.recipes.rl_loop import diagnose_step
 
         shown = await diagnose_step(path, number, trust=trust)
-    alone = name == f"step {number}"
-    verdicts = {
-        n: _verdict(diagnosis, shown, number if alone and n != number else None)
-        for n, (_, diagnosis) in results.items()
-    }
-    width = max(18, *map(len, verdicts.values()))
-    for n, (_, diagnosis) in results.items():
-        say(f"step {n:4}  {verdicts[n]:<{width}} largest gap {diagnosis.largest:.2g} nats")
+    for line in _step_lines(results, shown, number if name == f"step {number}" else None):
+        say(line)
     if synced:
         say(f"\n{synced}")
     say(f"\n{name}\n{shown}")
     say(ending)
     noise = shown.cause == "dtype or batching" and shown.certainty == "likely"
     return shown, asks or not (shown.ok or noise) or bool(synced and synced.ok is False)
+
+
+def _compare_steps(
+    records: Iterable[StepRecord], chosen: Collection[int], of_others: bool
+) -> tuple[
+    list[StepRecord], dict[int, tuple[Evidence, Diagnosis]], AlignmentError | DatumError | None
+]:
+    "All records; evidence and diagnosis of the chosen ones by step; in a run of others, why one cannot be compared."
+    from rl_notebook.insight.doctor.doctor import rank_causes
+    from rl_notebook.insight.doctor.evidence import gather
+
+    seen = list[Any]()
+    results = dict[int, tuple[Any, Any]]()
+    missing: AlignmentError | DatumError | None = None
+    for record in records:
+        seen.append(record)
+        if (record.loss is not None or record.origin) and record.step in chosen:
+            try:
+                e = gather(record)
+            except (AlignmentError, DatumError) as error:
+                if not of_others:
+                    raise
+                missing = error  # not trained, or not yet, or one series alone
+                continue
+            results[record.step] = e, rank_causes(e)
+    return seen, results, missing
+
+
+def _shown_in_full(
+    results: Mapping[int, tuple[Evidence, Diagnosis]],
+) -> tuple[int, str, Evidence]:  # the number of the step, a name for what is shown, its evidence
+    "The first step whose cause is sure; without one, the steps that differ together; without those, the last step."
+    from rl_notebook.insight.doctor.evidence import POOLED, pooled
+
+    differ = [n for n, (_, diagnosis) in results.items() if not diagnosis.ok]
+    number = next(
+        (n for n in differ if results[n][1].certainty == "sure"), min(differ, default=max(results))
+    )
+    e, diagnosis = results[number]
+    name = f"step {number}"
+    if number in differ and diagnosis.certainty != "sure":
+        e = pooled([evidence for evidence, _ in results.values()]) or e
+        several = differ[:POOLED]
+        name = f"steps {', '.join(map(str, several))} together" if len(several) > 1 else name
+    return number, name, e
+
+
+def _step_lines(
+    results: Mapping[int, tuple[Evidence, Diagnosis]],
+    shown: Diagnosis,
+    number: int | None,  # of the step that is shown in full; None = several together
+) -> list[str]:
+    "A line for each step, with its verdict and its largest gap."
+    verdicts = {
+        n: _verdict(diagnosis, shown, None if n == number else number)
+        for n, (_, diagnosis) in results.items()
+    }
+    width = max(18, *map(len, verdicts.values()))
+    return [
+        f"step {n:4}  {verdicts[n]:<{width}} largest gap {diagnosis.largest:.2g} nats"
+        for n, (_, diagnosis) in results.items()
+    ]
 
 
 def _words_of_others(run: Run, seen: Sequence[Any], agree: bool) -> list[str]:

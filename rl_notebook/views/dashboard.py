@@ -51,7 +51,7 @@ from rl_notebook.views.payloads import (
     ROWS,
     TIMELINE_STEPS,
     History,
-    Waiting,
+    PendingRow,
     address,
     advantages_payload,
 )
@@ -144,7 +144,7 @@ def progress_of(loop: Loop, watch: Watch) -> dict[str, Any] | None:  # None when
 STATES = {"✓": "done", "▶": "next", "○": "open"}
 
 
-def strip_html(loop: Loop, running: str = "") -> str:
+def phase_strip_html(loop: Loop, running: str = "") -> str:
     "The phases of the current step as a list."
     kinds = {
         phase: "running" if phase == running else STATES[mark]
@@ -344,7 +344,7 @@ def chart_names(history: History, more: bool = False) -> tuple[str, ...]:
     return (*main, *MORE) if more else main
 
 # %% ../../nbs/views/04_dashboard.ipynb #fb091e2d
-def waiting_rows(loop: Loop) -> list[Waiting]:  # in seconds since the loop was opened
+def pending_rows(loop: Loop) -> list[PendingRow]:  # in seconds since the loop was opened
     "Rows that no step has taken yet."
     if not isinstance(loop, AsyncGRPOLoop):
         return []
@@ -384,7 +384,7 @@ def map_payload(record: StepRecord, start: int = 0) -> dict[str, Any]:
     return advantages_payload(replace(record, groups=groups), start, ROWS) | {"what": what}
 
 
-def named(chart: Chart, phase: str = "") -> Chart:
+def with_step_title(chart: Chart, phase: str = "") -> Chart:
     "A chart of one step with the step in its title, and the phase where it is the current one."
     if chart.name not in STEP_CHARTS:
         return replace(chart, wide=chart.name in WIDE, pixels=220 if chart.name in MAIN else 0)
@@ -395,7 +395,7 @@ def named(chart: Chart, phase: str = "") -> Chart:
         f", after {phase}" if phase else ""
     )
     caption = chart.caption.split(". ")[0] + "." if what else chart.caption
-    # as much as the rewards next to it
+    # as high as the list of rewards that stands next to the map
     pixels = 280 if len(chart.payload.get("index", ())) < 7 else 370
     return replace(chart, title=title, caption=caption, wide=False, pixels=pixels)
 
@@ -483,15 +483,15 @@ class Screen:
         for control in (self.more, self.rows):
             control.observe(lambda change: call(show_charts, d), "value")
         for widget in (self.pane, self.charts):
-            widget.on_msg(lambda _, message, buffers: call(asked, d, message))
+            widget.on_msg(lambda _, message, buffers: call(on_pane_message, d, message))
         names = {
             "speed": self.speed,
             "more": self.more,
             "groups": self.rows,
             "value": self.value,
             "place": self.now,
+            "words": self.words,
         }
-        names |= {"words": self.words}
         for name, widget in names.items():
             widget.add_class(f"rld-{name}")
         chosen = [self.speed, self.more, self.rows, self.settings.shown]
@@ -576,7 +576,7 @@ def apply_settings(dashboard: Dashboard) -> None:
     dashboard.refresh()
 
 # %% ../../nbs/views/04_dashboard.ipynb #a3b495d7
-def asked(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
+def on_pane_message(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
     "A message of the completions pane or of the map: what was clicked, tokens to inspect."
     screen = dashboard.screen
     tokenizer = dashboard.loop.backend.tokenizer
@@ -603,7 +603,9 @@ def show_charts(dashboard: Dashboard) -> None:
         chart(name, payload)
         for name, payload in d.payloads(names, start=d.screen.rows.value or 0).items()
     ]
-    d.screen.charts.draw(*(named(c, d.after if record is d.partial else "") for c in shown))
+    d.screen.charts.draw(
+        *(with_step_title(c, d.after if record is d.partial else "") for c in shown)
+    )
 
 # %% ../../nbs/views/04_dashboard.ipynb #076888ca
 TICK = 0.25  # seconds
@@ -636,7 +638,7 @@ def refresh_head(dashboard: Dashboard) -> None:
     progress = progress_html(progress_of(loop, d.watch), standing(d)) + ended_html(d)
     if d.undone:
         progress += f'<p class="rld-sentence">{d.undone}</p>'
-    d.screen.head.value = strip_html(loop, phase) + progress
+    d.screen.head.value = phase_strip_html(loop, phase) + progress
     old = d.doing and d.error not in (None, d.failed, d.stumbled)
     if old or d.failed not in (None, d.error):
         d.show_error(d.failed)
@@ -762,10 +764,9 @@ async def follow(dashboard: Dashboard) -> None:
         await asyncio.sleep(TICK)
 
 # %% ../../nbs/views/04_dashboard.ipynb #2ab1f396
-# of a line, of the table; between two pictures of a run
-STILL_POINTS = 120
-STILL_ROWS = 8
-STILL_SECONDS = 10.0
+STILL_POINTS = 120  # of a line
+STILL_ROWS = 8  # of the table
+STILL_SECONDS = 10.0  # between two pictures while a loop runs
 
 # %% ../../nbs/views/04_dashboard.ipynb #9fc8e5a1
 def still_html(dashboard: Dashboard) -> str:
@@ -779,7 +780,7 @@ def still_html(dashboard: Dashboard) -> str:
     payloads = d.payloads((*chart_names(d.history), "functions"), STILL_POINTS)
     column_style = "flex:1 1 400px;max-width:660px;min-width:0"
     after = d.after if record is d.partial else ""
-    images = [named(c, after).static_html() for c in charts(payloads).values()]
+    images = [with_step_title(c, after).static_html() for c in charts(payloads).values()]
     pictures = "".join(f'<div style="{column_style}">{picture}</div>' for picture in images)
     pictures = f'<div style="display:flex;flex-wrap:wrap;gap:12px">{pictures}</div>'
     rows = completions_table(record, COLUMNS)["rows"]
@@ -870,7 +871,7 @@ class Dashboard(Player):
             self.history, flat_settings(self.loop.cfg), self.noise_floor, limit, names
         )
         payloads |= step_payloads(record) | {"advantages": map_payload(record, start)}
-        payloads["timeline"] = timeline_payload(tuple(self.recent), waiting_rows(self.loop))
+        payloads["timeline"] = timeline_payload(tuple(self.recent), pending_rows(self.loop))
         return {name: payloads[name] for name in names}
 
     def add(self, record: StepRecord) -> None:

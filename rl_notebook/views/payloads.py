@@ -310,7 +310,8 @@ def is_asynchronous(metrics: History) -> bool:
 TIMELINE_STEPS = 6
 TIMELINE_ROWS = 300
 TIMELINE_LANES = 32
-Waiting = tuple[int, float, float, str]  # row, begin, end, and what it is: "in flight" or "ready"
+# row, begin, end, and what it is: "in flight" or "ready"
+PendingRow = tuple[int, float, float, str]
 
 
 def _same_clock(records: Sequence[StepRecord], steps: int) -> list[StepRecord]:
@@ -386,7 +387,7 @@ def packed_lanes(
 
 def timeline_payload(
     records: Sequence[StepRecord],  # in their order
-    waiting: Iterable[Waiting] = (),  # rows that are in no record yet
+    pending: Iterable[PendingRow] = (),  # rows that are in no record yet
     *,
     steps: int = TIMELINE_STEPS,
     rows: int = TIMELINE_ROWS,  # bars of rows, at most
@@ -398,7 +399,7 @@ def timeline_payload(
     bars = [bar for r in clock for bar in _row_bars(r)]
     bars += [
         {"step": None, "row": n, "begin": b, "end": e, "age": None, "kind": k}
-        for n, b, e, k in waiting
+        for n, b, e, k in pending
     ]
     begin = _after_breaks(phases)
     phases = [p for p in phases if p["begin"] >= begin]

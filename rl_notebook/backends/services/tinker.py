@@ -90,8 +90,8 @@ def tinker_sdk() -> tuple[Any, Sdk]:
     return tinker, Sdk("tinker", *classes, errors=(tinker.TinkerError,), version=tinker.__version__)
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #d1086e01
-def made(thing: Any) -> Any:
-    "What a call makes: newer SDKs hand out a future of it."
+def resolve(thing: Any) -> Any:
+    "The result of a call: newer SDKs return a future of it, for which this waits."
     return thing.result() if hasattr(thing, "result") else thing
 
 
@@ -145,13 +145,13 @@ class Session:
         "`fn(service client)`; if it fails like something lost, again in a new session, which is kept if that helps."
         service = self.get()
         try:
-            return made(fn(service))
+            return resolve(fn(service))
         except (*self.sdk.errors, ValueError, RuntimeError, OSError, TimeoutError) as error:
             if not is_lost(error):
                 raise
         other = self.fresh()
         try:
-            thing = made(fn(other))
+            thing = resolve(fn(other))
         except BaseException:
             end_session(other, wait_s=0)
             raise
@@ -550,7 +550,7 @@ def known_length(session: Session, base_model: str) -> int | None:
     try:
         rest = session.rest_client()
         asked = rest if hasattr(rest, "get_server_capabilities") else session.get()
-        listed = getattr(made(asked.get_server_capabilities()), "supported_models", None) or ()
+        listed = getattr(resolve(asked.get_server_capabilities()), "supported_models", None) or ()
     except (*session.sdk.errors, ValueError, RuntimeError, OSError):
         return None
     lengths = {m.model_name: m.max_context_length for m in listed}
@@ -609,8 +609,8 @@ async def open_tinker(
     `BackendError` when a check of the service fails.
     """
     url = base_url or os.environ.get("TINKER_BASE_URL") or None
-    words = open_tokenizer(tokenizer, base_model)
-    sessions = open_sessions(url, key, words, lora_rank, reference)
+    tokenizer = open_tokenizer(tokenizer, base_model)
+    sessions = open_sessions(url, key, tokenizer, lora_rank, reference)
     secret = sessions[0].key
     pooled = isinstance(sessions[0], PooledSession)
     if url is not None and not pooled:
@@ -621,7 +621,7 @@ async def open_tinker(
         expected = f"at most {longest}, its context"
         fix = f"Set max_seq_len={longest}."
         raise ConfigError("max_seq_len", where=base_model, got=needed, expected=expected, fix=fix)
-    limits = Limits(len(words), longest, dtype, prompt_logprobs)
+    limits = Limits(len(tokenizer), longest, dtype, prompt_logprobs)
     link = {
         "attempts": attempts,
         "pause_s": pause_s,
@@ -634,23 +634,29 @@ async def open_tinker(
     first = sessions[0]
     forget = None if pooled else CheckpointCleaner(first)
     adapter = SdkAdapter(load=load_or_remake, forget=forget)
-    policy, judge = (
+    connect_policy, connect_reference = (
         training_client(s, base_model, lora_rank, seed) for s in (sessions[0], sessions[-1])
     )
     own = {"limits": limits, "run": run, "meter": meter, "journal_steps": journal_steps, **link}
-    trainer = ServiceTrainer(policy, sessions[0].sdk, adapter=adapter, **own)
+    trainer = ServiceTrainer(connect_policy, sessions[0].sdk, adapter=adapter, **own)
     frozen = (
-        ServiceReference(Link(judge, sessions[0].sdk, **link), limits, run, meter)
+        ServiceReference(Link(connect_reference, sessions[0].sdk, **link), limits, run, meter)
         if reference
         else None
     )
-    sampler = TinkerSampler(sessions[1], base_model, words, limits, meter, **link)
+    sampler = TinkerSampler(sessions[1], base_model, tokenizer, limits, meter, **link)
     close = partial(close_tinker, trainer, frozen, sampler, sessions)
-    can = Capabilities("tinker", prompt_logprobs=prompt_logprobs, lora_rank=lora_rank)
-    no: Any = dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), False)
-    can = replace(can, **no, max_seq_len=longest, builtin_losses=tuple(BUILTIN_LOSSES["tinker"]))
+    unsupported: Any = dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), False)
+    capabilities = Capabilities(
+        "tinker",
+        prompt_logprobs=prompt_logprobs,
+        lora_rank=lora_rank,
+        max_seq_len=longest,
+        builtin_losses=tuple(BUILTIN_LOSSES["tinker"]),
+        **unsupported,
+    )
     sync = TinkerSync(sampler, trainer)
-    backend = TinkerBackend(trainer, frozen, sampler, sync, words, can, close, meter)
+    backend = TinkerBackend(trainer, frozen, sampler, sync, tokenizer, capabilities, close, meter)
     try:
         await probe_and_verify(backend, sessions[0], probing, conformance)
     except BaseException:
