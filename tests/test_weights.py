@@ -35,7 +35,7 @@ class Numbers:
         self.slow = False
         self.policy = self
         self.sampler = None
-        self.turns = []
+        self.shared_slot = []
         self.capabilities = SimpleNamespace(state_snapshots=True)
 
     async def call(self) -> None:

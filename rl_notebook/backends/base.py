@@ -304,8 +304,8 @@ class Backend:
     score_at: Callable[[float], None] | None = None
     # of the model that is computed here; None = not here, or not known
     size: ModelSize | None = None
-    # who uses it: the `SharedBackend` of its loops
-    turns: list[Any] = field(default_factory=list, repr=False)
+    # one place for the `SharedBackend` of its loops, which they fill; copies of a backend share it
+    shared_slot: list[Any] = field(default_factory=list, repr=False)
     # how, as keywords of what opened it, where that is known
     opened: Mapping[str, Any] = field(default_factory=dict)
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 __all__ = ['SamplerWeights', 'SamplerState', 'Snapshots', 'SharedBackend', 'Weights']
 
 # %% ../../nbs/loop/03_weights.ipynb #2a7894cb
+import httpx
 import numpy as np
 
 from ..backends.base import Backend, GradNormalization, SyncReport
@@ -56,7 +57,7 @@ class Probe:
 
     @property
     def gap(self) -> float:
-        "Mean difference between the two."
+        "Mean absolute difference of the two, in nats."
         return mean_abs_diff(self.policy, self.sampler)
 
 
@@ -83,6 +84,8 @@ async def score_policy(backend: Backend, datum: Datum) -> Logprobs:
 
 async def take_probe(backend: Backend, datum: Datum) -> Probe:
     "Score a row on both sides, the sampler first, since it may not support it; raises what they raise, and `BackendError` for no numbers."
+    if not hasattr(backend.sampler, "logprobs"):
+        raise BackendError("a probe", got="a sampler that cannot score given tokens")
     async with asyncio.timeout(PROBE_TIMEOUT):
         sampler = await backend.sampler.logprobs(datum.tokens)
         policy = await score_policy(backend, datum)
@@ -97,6 +100,8 @@ async def take_probe(backend: Backend, datum: Datum) -> Probe:
 
 MIN_PROBE_TOKENS = 16  # of a row to probe, if the step has one as long
 PROBE_TIMEOUT = 60.0  # seconds for both replies
+# what a backend raises, over HTTP or from torch; anything else is a bug, and is raised
+PROBE_ERRORS = (RuntimeError, ValueError, OSError, httpx.HTTPError)
 # nats: mean rounding, at least; of others as of bfloat16
 MIN_ROUNDING = {"float64": 1e-9, "float32": 1e-6, "bfloat16": 0.02}
 
@@ -120,17 +125,17 @@ class Audit:
 
     async def before(
         self,
-        rows: Sequence[Datum],
+        datums: Sequence[Datum],
         alike: bool,  # whether both should have the same weights
     ) -> None:
-        "Before an update: take a probe from these rows, if there is none; without rows the next sync is not looked at."
-        if not rows:
+        "Before an update: take a probe from these datums, if there is none; without datums the next sync is not looked at."
+        if not datums:
             self.probe = None
-        if not rows or self.probe or self.failed or not alike or self.sync_reports is not None:
+        if not datums or self.probe or self.failed or not alike or self.sync_reports is not None:
             return
         self.failed = True
-        shortest = min(rows, key=lambda d: (len(d.weights) < MIN_PROBE_TOKENS, len(d.weights)))
-        with suppress(Exception):
+        shortest = min(datums, key=lambda d: (len(d.weights) < MIN_PROBE_TOKENS, len(d.weights)))
+        with suppress(*PROBE_ERRORS):
             probe = await take_probe(
                 self.backend, Datum(shortest.tokens, np.ones(len(shortest.weights)))
             )
@@ -148,7 +153,7 @@ class Audit:
         self.probe = None
         if then is None:
             return
-        with suppress(Exception):
+        with suppress(*PROBE_ERRORS):
             now = await take_probe(self.backend, then.datum)
             moves = mean_abs_diff(now.policy, then.policy), mean_abs_diff(now.sampler, then.sampler)
             tolerance = max(4 * self.floor, 4 * self.noise, moves[0] / 1000)
@@ -243,6 +248,14 @@ def join_lease(lease: object) -> None:
 # %% ../../nbs/loop/03_weights.ipynb #12b87a45
 class SharedBackend:
     "Which loop holds a backend, and whose weights the backend has; one for each backend."
+
+    # state                            holder    lease             depth      lock
+    # no loop holds it                 None      None              0          free
+    # a call of a loop                 the loop  in its `LEASES`   1          locked
+    # a call inside a call             the loop  in its `LEASES`   2 or more  locked
+    # a window, between two steps      the loop  any caller of it  1          locked
+    # interrupted before it was held   None      None              0          locked: `claim` replaces it
+    # `section` is apart: while it is not done, whoever comes next waits for it, whatever the state
 
     def __init__(self) -> None:
         # whose weights it has; None = no loop's, after a change that failed
@@ -344,8 +357,8 @@ class SharedBackend:
 # %% ../../nbs/loop/03_weights.ipynb #47fd419a
 def shared_by(backend: Backend) -> SharedBackend:
     "What the loops over a backend share."
-    backend.turns[:] = backend.turns or [SharedBackend()]
-    return backend.turns[0]
+    backend.shared_slot[:] = backend.shared_slot or [SharedBackend()]
+    return backend.shared_slot[0]
 
 
 @asynccontextmanager
@@ -405,10 +418,10 @@ class Weights:
         adam: AdamParams,
         normalization: GradNormalization,
         before: Snapshot | None = None,
-        rows: Sequence[Datum] = (),  # to take a probe from; none = the next sync is not looked at
+        datums: Sequence[Datum] = (),  # to take a probe from; none = the next sync is not looked at
     ) -> dict[str, float]:
         "One optimizer step: the gradient is used up, and the sampler is behind."
-        await self.sampler.audit.before(rows, alike=self.sampler.is_current)
+        await self.sampler.audit.before(datums, alike=self.sampler.is_current)
         measured = await self.backend.policy.optim_step(
             adam, grad_accumulation_normalization=normalization
         )

@@ -220,6 +220,20 @@ def test_no_reply_of_a_sampler_loses_an_update_or_a_sync(well: int) -> None:
     asyncio.run(run())
 
 
+def test_a_bug_in_a_sampler_is_raised() -> None:
+    async def run() -> None:
+        loop = loop_on(local())
+
+        async def wrong(tokens: Any) -> Any:
+            raise KeyError("prompt_logprobs")
+
+        loop.backend.sampler.logprobs = wrong
+        with pytest.raises(KeyError, match="prompt_logprobs"):
+            await loop.step()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(("value", "well"), [(np.nan, 0), (-np.inf, 1)])
 def test_a_value_that_is_not_finite_is_no_evidence(value: float, well: int) -> None:
     async def run() -> None:
