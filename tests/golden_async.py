@@ -258,7 +258,7 @@ class Run:
 
     def useful(self, answered: ScoredGroup) -> bool:
         "Whether a row is trained on, as a loop decides it."
-        result = AsyncGRPOLoop.has_signal(self, answered)
+        result = AsyncGRPOLoop.note_signal(self, answered)
         number = answered.group.number
         self.counts["sample_fails"] += len(answered.group.dropped)
         self.counts["filter_drops"] += bool(answered.group.samples) and not result

@@ -176,8 +176,8 @@ class DeployConfig:
 
 # %% ../../nbs/config/02_config.ipynb #0fd3fa03
 @dataclass(frozen=True, kw_only=True)
-class ServiceConfigs:
-    "Settings that belong to one service; None = not used."
+class FireworksConfigs:
+    "Settings of Fireworks in groups; None = not used."
 
     weight_sync: Opened[WeightSyncConfig | None] = None  # Fireworks
     deployment: Opened[DeployConfig | None] = None  # Fireworks
@@ -358,7 +358,7 @@ def _derive_settings(cfg: Config) -> None:
 
 # %% ../../nbs/config/02_config.ipynb #9301216f
 def _check(cfg: Config) -> None:
-    "Raise one ConfigError that lists every rule that is broken."
+    "Raise `ConfigError` for a key among the settings, or else one that lists every rule that is broken."
     for name in keys_in(cfg.to_dict()):
         raise ConfigError(
             name, where="Config", got=A_KEY, expected="a setting that may be shown", fix=KEYLESS
@@ -378,7 +378,7 @@ def settings_of(cfg: Any, theme: type[Settings]) -> Settings:
 # %% ../../nbs/config/02_config.ipynb #713fbd71
 @accepts_other_spellings
 class Config(  # fields are collected from the last base to the first
-    OtherSpellings, ServiceConfigs, SubConfigs, ScheduleSettings, ServiceSettings, RunSettings,
+    OtherSpellings, FireworksConfigs, SubConfigs, ScheduleSettings, ServiceSettings, RunSettings,
     UpdateSettings, LossSettings, SignalSettings, SamplingSettings, TaskSettings, Stored,
 ):  # fmt: skip
     "Every setting of a run. Frozen: `dataclasses.replace` makes a changed one."

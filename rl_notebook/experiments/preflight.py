@@ -28,7 +28,7 @@ from ..show.html import SOFT, shapes, table, tag
 from rl_notebook.loop.setup import (
     as_rows,
     as_task,
-    check_backend,
+    check_backend_fits,
     encode_for,
     first_cursor,
     rollout_setup,
@@ -480,7 +480,7 @@ async def preflight(
     for name, value, least in (("prompts", prompts, 1), ("samples", samples, 2)):
         if value < least:
             raise ConfigError(name, where="preflight", got=value, expected=f"{least} or more")
-    check_backend(cfg, backend, rows)
+    check_backend_fits(cfg, backend, rows)
     spent = Spent(backend.meter)
     before = peak_memory()
     rows = as_rows(rows)

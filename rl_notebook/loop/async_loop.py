@@ -5,7 +5,6 @@
 # %% ../../nbs/loop/12_async_loop.ipynb #757b78c0
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -72,7 +71,7 @@ class AsyncGRPOLoop(GRPOLoop):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         c = self.cfg
-        rows = self.produce(
+        rows = self.make_producer(
             self._take_row,
             self.intake.requeue,
             max_head_offpolicy_versions=c.max_head_offpolicy_versions,
@@ -156,7 +155,7 @@ class AsyncGRPOLoop(GRPOLoop):
         return done
 
     @asynccontextmanager
-    async def parts(self) -> AsyncIterator[Parts]:
+    async def open_parts(self) -> AsyncIterator[Parts]:
         "A batch in parts of about the same size; if its step fails or is cancelled, it starts again with the same rows."
         self.prompts()
         c = self.cfg

@@ -19,7 +19,7 @@ from ..config.config import Config, LossSettings, UpdateSettings, completions_at
 from .rollouts import CircuitBreaker, bounded
 from rl_notebook.loop.setup import (
     as_task,
-    check_backend,
+    check_backend_fits,
     check_loss,
     load_advantage_fn,
     rollout_setup,
@@ -85,7 +85,7 @@ def check_changeable(loop: Loop, cfg: Config) -> None:
             fix = "Open another backend for it."
             raise ConfigError("temperature", got=cfg.temperature, expected=expected, fix=fix)
         cfg = replace(cfg, temperature=scored)
-    check_backend(cfg, backend)
+    check_backend_fits(cfg, backend)
 
 
 def score_at(loop: Loop, temperature: float) -> None:

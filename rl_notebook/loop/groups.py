@@ -136,7 +136,7 @@ class ScoredGroup:
     group: PromptGroup
 
     def at(self, index: int) -> ScoredGroup:
-        "The same at another place in the step."
+        "The group at another place in the step: a copy with this index."
         prompt = replace(self.rollouts.prompt, index=index)
         return ScoredGroup(replace(self.rollouts, prompt=prompt), replace(self.group, index=index))
 
@@ -350,31 +350,31 @@ class RowQueue:
 
     cursor: Cursor  # behind the rows that were taken
     # numbers before it that have to be sampled again, in order
-    waiting: deque[int] = field(default_factory=deque)
+    pending: deque[int] = field(default_factory=deque)
 
     @property
     def left(self) -> float:
         "Rows that can still be taken; infinite without end."
-        return self.cursor.total - self.cursor.consumed + len(self.waiting)
+        return self.cursor.total - self.cursor.consumed + len(self.pending)
 
     def take(self) -> int | None:
         "The number of the next row; None at the end."
-        if self.waiting:
-            return self.waiting.popleft()
+        if self.pending:
+            return self.pending.popleft()
         number = next(iter(self.cursor.positions(1)), None)
         self.cursor = self.cursor if number is None else replace(self.cursor, consumed=number + 1)
         return number
 
     def upcoming(self, count: int) -> list[int]:
         "The numbers that would be taken next."
-        again = list(self.waiting)[:count]
+        again = list(self.pending)[:count]
         return [*again, *self.cursor.positions(count - len(again))]
 
     def requeue(self, numbers: Iterable[int]) -> None:
         "Have rows sampled again; the cursor goes back over those that were taken last."
-        self.waiting = deque(sorted({*self.waiting, *numbers}))
-        while self.waiting and self.waiting[-1] == self.cursor.consumed - 1:
-            self.cursor = replace(self.cursor, consumed=self.waiting.pop())
+        self.pending = deque(sorted({*self.pending, *numbers}))
+        while self.pending and self.pending[-1] == self.cursor.consumed - 1:
+            self.cursor = replace(self.cursor, consumed=self.pending.pop())
 
     def reset_to(
         self, cursor: Cursor, pending: Iterable[int] = (), taken: Iterable[int] = ()
@@ -383,7 +383,7 @@ class RowQueue:
         end = max([cursor.consumed, *(number + 1 for number in taken)])
         self.cursor = replace(cursor, consumed=end)
         between = (number for number in range(cursor.consumed, end) if cursor.comes(number))
-        self.waiting = deque(sorted({*pending, *between} - {*taken}))
+        self.pending = deque(sorted({*pending, *between} - {*taken}))
 
     def row(self, number: int) -> list[Row]:
         "The row with a number; none behind the end."

@@ -91,7 +91,7 @@ from rl_notebook.loop.phases import (
     schedule_metrics,
     score_groups,
     score_groups_here,
-    skip,
+    skip_if_empty,
     sources_of,
     sync_postponed,
     takes_loss_options,
@@ -127,7 +127,7 @@ AnyLoop = TypeVar("AnyLoop", bound=Loop)
 def run_exclusively(
     method: Callable[Concatenate[AnyLoop, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[AnyLoop, P], Coroutine[Any, Any, R]]:
-    "A method that needs the backend alone: it waits for the lock, or runs under the one that its caller holds."
+    "A method that needs the backend alone: it waits for a lease, or runs under the one that its caller holds."
 
     @functools.wraps(method)
     async def run(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -229,7 +229,7 @@ def verdict_lines(records: Iterable[StepRecord], since: int = 0) -> list[str]:
 
 
 def verdict_line(records: Iterable[StepRecord], record: StepRecord) -> str:
-    "That of one step; the steps before it are in `records`."
+    "The verdict line of one step; `records` has the steps before it."
     return verdict_lines([*(r for r in records if r.step < record.step), record], record.step)[0]
 
 # %% ../../nbs/loop/11_loop.ipynb #4a77beb7
@@ -237,7 +237,7 @@ NO_SIGNAL_BATCHES = 10  # batches' worth of rows without signal, after which the
 
 # %% ../../nbs/loop/11_loop.ipynb #1b70d65a
 class GRPOLoop(Loop):
-    "GRPO, one phase at a time. Methods that use the backend hold its lock while they run."
+    "GRPO, one phase at a time. Methods that use the backend hold a lease of it while they run."
 
     # --- the phases of a step
 
@@ -301,7 +301,7 @@ class GRPOLoop(Loop):
     async def reference(self, policy: bool = True) -> PhaseResult[Datum] | PhaseMetrics:
         "Attach the reference's logprobs; with `policy`, score the policy too, so that `loss()` can be looked at."
         datums = enter(self.state, "reference")
-        if nothing := skip(self.state, "reference"):
+        if nothing := skip_if_empty(self.state, "reference"):
             return nothing
         with self.timed("reference"):
             datums, scored = await attach_logprobs(
@@ -328,7 +328,7 @@ class GRPOLoop(Loop):
 
         Raises `PhaseError` before the policy logprobs of this step are there."""
         datums = enter(self.state, "loss")
-        if nothing := skip(self.state, "loss"):
+        if nothing := skip_if_empty(self.state, "loss"):
             return nothing
         changes = loss_changes(self.state, policy_loss, changes)
         with self.timed("loss"):
@@ -340,7 +340,7 @@ class GRPOLoop(Loop):
     async def backward(self) -> LossReport | PhaseMetrics:
         "The same loss on the trainer, its gradient kept for the update; run again, it replaces the gradient."
         datums = enter(self.state, "backward")
-        if nothing := skip(self.state, "backward"):
+        if nothing := skip_if_empty(self.state, "backward"):
             return nothing
         parts = minibatches(datums, self.cfg.ppo_n_minibatches)
         with self.timed("backward"):
@@ -354,7 +354,7 @@ class GRPOLoop(Loop):
 
         Called again after an interrupt, it continues with the first minibatch that has not had its update."""
         enter(self.state, "optimize")
-        if nothing := skip(self.state, "optimize"):
+        if nothing := skip_if_empty(self.state, "optimize"):
             await self.weights.shared.complete(self._keep_without_update())
             return nothing
         with self.timed("optimize"):
@@ -366,7 +366,7 @@ class GRPOLoop(Loop):
     async def sync(self) -> PhaseMetrics:
         "Hand the new weights to the sampler, if this step is due for it."
         enter(self.state, "sync")
-        if nothing := skip(self.state, "sync"):
+        if nothing := skip_if_empty(self.state, "sync"):
             return nothing
         if when := sync_postponed(
             self.cfg.weight_sync_interval, self.state.number, self.weights.in_window
@@ -468,10 +468,10 @@ class GRPOLoop(Loop):
         state = self.state
         before = None if state.made else await self.weights.remember()
         is_audited = self.cfg.sync_audit and self.cfg.weight_sync_interval
-        rows = report.datums if is_audited else ()
+        probed = report.datums if is_audited else ()
         try:
             adam = self._adam()
-            measured = await self.weights.update(adam, state.normalization, before, rows)
+            measured = await self.weights.update(adam, state.normalization, before, probed)
         except BackendError as error:
             state.rejected = True
             if type(error) is not BackendError:
@@ -591,13 +591,13 @@ class GRPOLoop(Loop):
 
     @run_exclusively
     async def step(self) -> StepRecord | None:
-        "Clear a request to stop, and run what is left of this step; None if another stop is requested before it is finished."
+        "Clear a request to stop, and run what is left of this step; None if another stop is requested before the update."
         self.stop_requested = False
         return await self.continue_step()
 
     @run_exclusively
     async def continue_step(self) -> StepRecord | None:
-        "Run what is left of this step; None if a stop was requested before it was finished."
+        "Run what is left of this step; None if a stop was requested before the update, after which a step is finished."
         if self.overlaps and not self.state.values:
             await self.train_on_arrival()
         while self.state.current != "finish":
@@ -652,8 +652,8 @@ class GRPOLoop(Loop):
         )
         return ScoredGroup(rollouts, group)
 
-    def has_signal(self, scored: ScoredGroup) -> bool:
-        "Whether a row becomes training sequences; warns where hardly any does."
+    def note_signal(self, scored: ScoredGroup) -> bool:
+        "Whether a row becomes training sequences; counts rows that do not, and warns where hardly any does."
         has_signal = self.trains_on(self._compared_alone(scored.group))
         self.counts["no_signal"] = 0 if has_signal else self.counts["no_signal"] + 1
         if self.counts["no_signal"] == NO_SIGNAL_BATCHES * self.cfg.prompt_groups_per_step:
@@ -668,11 +668,11 @@ class GRPOLoop(Loop):
             return group
         return self.compute_advantages([group])[0]
 
-    def produce(
+    def make_producer(
         self,
         take: Callable[[], int | None],  # number of the next row; None = there is none now
         requeue: Callable[[Iterable[int]], None] = lambda numbers: None,  # rows to sample again
-        useful: Callable[[ScoredGroup], bool] | None = None,  # None = `has_signal`
+        useful: Callable[[ScoredGroup], bool] | None = None,  # None = `note_signal`
         **gate: Any,  # fields of `Gate`
     ) -> Producer[ScoredGroup]:
         "Rows, sampled and scored during other work, as far as the gate lets them."
@@ -682,7 +682,7 @@ class GRPOLoop(Loop):
             "max_concurrency": max_in_flight(self.cfg.sampling),
         }
         return Producer(
-            Gate(**fields | gate), take, self.sample_and_score, useful or self.has_signal, requeue
+            Gate(**fields | gate), take, self.sample_and_score, useful or self.note_signal, requeue
         )
 
     def add_groups(self, scored: Sequence[ScoredGroup]) -> PhaseResult[PromptGroup]:
@@ -713,16 +713,16 @@ class GRPOLoop(Loop):
         def trains(scored: ScoredGroup) -> bool:
             return self.keep(self._compared_alone(scored.group))
 
-        async with self.produce(take, useful=trains, groups_per_step=missing) as producer:
+        async with self.make_producer(take, useful=trains, groups_per_step=missing) as producer:
             with self.timed("refill"):
-                rows = [*await producer.batch(missing), *producer.take_rejected()]
-        for _ in rows:
+                finished = [*await producer.batch(missing), *producer.take_rejected()]
+        for _ in finished:
             self.intake.take()
-        self.add_groups([row.value for row in sorted(rows, key=lambda row: row.number)])
-        return len(rows)
+        self.add_groups([row.value for row in sorted(finished, key=lambda row: row.number)])
+        return len(finished)
 
     @asynccontextmanager
-    async def parts(self) -> AsyncIterator[Parts]:
+    async def open_parts(self) -> AsyncIterator[Parts]:
         "The prompts of a step, trained on as they come back; if that fails or is cancelled, the step starts again."
         c = self.cfg
         places = {p.number: p.index for p in self.prompts()}
@@ -735,7 +735,9 @@ class GRPOLoop(Loop):
             return [r.value for r in sorted(rows, key=lambda row: places[row.number])]
 
         try:
-            async with self.produce(take, groups_per_step=len(places), refills=False) as producer:
+            async with self.make_producer(
+                take, groups_per_step=len(places), refills=False
+            ) as producer:
                 yield Parts(producer, itertools.repeat(limits), in_order, places)
         except BaseException:
             self.state.values.clear()
@@ -745,16 +747,16 @@ class GRPOLoop(Loop):
     async def train_on_arrival(self) -> None:
         "The phases from `prompts` to `backward`, one backward pass for each part of the batch."
         reports = list[LossReport]()
-        async with self.parts() as parts:
+        async with self.open_parts() as parts:
             await self.weights.accumulate()
             for least, most in parts.sizes:
                 with self.timed("sample"):
                     places = self.cfg.prompt_groups_per_step - len(parts.rows)
-                    rows = await parts.producer.batch(least, most, places)
-                if not rows:
+                    finished = await parts.producer.batch(least, most, places)
+                if not finished:
                     break
                 first = len(parts.rows)
-                for row in sorted(rows, key=lambda row: row.number):
+                for row in sorted(finished, key=lambda row: row.number):
                     parts.rows.append(parts.place(row))
                 with self.timed("backward"):
                     groups = [row.value.group for row in parts.rows[first:]]
@@ -852,7 +854,7 @@ class GRPOLoop(Loop):
                     yield record
                     join_lease(lease)
         elif (record := await self.continue_step()) is not None:
-            await self.reach_boundary()
+            await self.run_boundary_hooks()
             yield record
 
     def window_length(self, left: float = math.inf) -> int:
@@ -883,12 +885,12 @@ class GRPOLoop(Loop):
             require_some(groups)
             if trained and self.cfg.weight_sync_interval:
                 await self._sync_window()
-        await self.reach_boundary()
+        await self.run_boundary_hooks()
 
     @contextmanager
     def _window_rows(self, steps: int) -> Iterator[Producer[ScoredGroup]]:
         "The rows of a number of steps: all may be in flight, and each keeps its place to the end of the window."
-        self.producer = self.produce(
+        self.producer = self.make_producer(
             self.intake.take, self.intake.requeue, steps_per_sync=steps, refills=False
         )
         try:
@@ -910,13 +912,13 @@ class GRPOLoop(Loop):
         if report and report.ok is False:
             warnings.warn(report.sentence, stacklevel=3)
 
-    async def reach_boundary(self) -> None:
+    async def run_boundary_hooks(self) -> None:
         "Call the hooks that save checkpoints: a run can be resumed from here."
         for hook in self.at_boundary:
             await hook()
 
     def stop(self) -> None:
-        "Stop after the running phase; `step` and `run` continue from there."
+        "Stop after the running phase, or after the step if its update is made; `step` and `run` continue from there."
         self.stop_requested = True
 
     # --- given answers
@@ -938,7 +940,7 @@ class GRPOLoop(Loop):
             if (record := await self.continue_step()) is None:
                 break
             done.append(record)
-            await self.reach_boundary()
+            await self.run_boundary_hooks()
         behind = not self.weights.sampler.is_current
         if self.cfg.weight_sync_interval and behind:
             await self.weights.shared.complete(self.weights.sync())
@@ -1072,6 +1074,7 @@ class GRPOLoop(Loop):
 
     @Loop.cfg.setter
     def cfg(self, new: Config) -> None:
+        "Change settings, as `change` does, and print what changed."
         print(change_settings(self, new))
 
     # --- what leaves the loop

@@ -88,64 +88,40 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
     "(setting, value, what is expected, fix) for every setting that backend and loop could not honour together."
     can = backend.capabilities
     reference = backend.reference
-    if cfg.temperature not in (can.policy_temperature, 0.0):
-        fix = "Open the backend with the same temperature, so that policy and sampler logprobs mean the same;"
-        fix += " services score at 1 only."
-        yield (
-            "temperature",
-            cfg.temperature,
-            f"{can.policy_temperature}, at which the policy scores",
-            fix,
-        )
     sizes = [getattr(scorer, "vocab_size", None) for scorer in (backend.policy, reference)]
-    if None not in sizes and sizes[0] != sizes[1]:
-        fix = "Policy and reference must be the same model, or share a tokenizer."
-        yield "reference vocabulary", f"{sizes[1]} tokens", f"{sizes[0]}, as the policy", fix
-    if cfg.router_replay and not can.routing:
-        fix = f"{can.name} was opened without it: pass router_replay=True, or leave it out."
-        yield "router_replay", True, "False", fix
-    if cfg.top_entropy_quantile < 1 and not can.entropy:
-        yield (
-            "top_entropy_quantile",
-            cfg.top_entropy_quantile,
-            "1",
-            f"{can.name} computes no entropy of the policy.",
-        )
-    if (cfg.entropy_coeff or cfg.entropy_target) and not can.entropy:
-        yield (
-            "entropy_coeff",
-            cfg.entropy_coeff,
-            "0, and no target",
-            f"{can.name} computes no entropy of the policy.",
-        )
-    if cfg.lora_rank != can.lora_rank:
-        yield (
-            "lora_rank",
-            cfg.lora_rank,
-            f"{can.lora_rank}, as the backend was opened",
-            "Open it with this rank.",
-        )
-    if cfg.load_in_8bit != can.load_in_8bit:
-        expected = f"{can.load_in_8bit}, as the backend was opened"
-        fix = "Set it in both places, or in neither."
-        yield "load_in_8bit", cfg.load_in_8bit, expected, fix
-    taught = getattr(reference, "is_teacher", False)
-    if taught != (cfg.teacher_coeff > 0):
-        expected = "above 0 with a teacher" if taught else "0 without a teacher"
-        fix = "Set teacher in the config of open_backend, or pass with_teacher(backend, another)."
-        yield "teacher_coeff", cfg.teacher_coeff, expected, fix
-    if cfg.needs_reference and reference is None:
-        yield (
-            "kl_beta",
-            cfg.kl_beta,
-            "0 without a reference",
-            "Set kl_beta=0, or open a backend that has a reference.",
-        )
-    if cfg.min_samples_per_fwd_bwd is not None and cfg.advantage_scale in BATCH_SCALES:
-        expected = f"none of {', '.join(BATCH_SCALES)} with min_samples_per_fwd_bwd"
-        yield "advantage_scale", cfg.advantage_scale, expected, "The batch is not known yet."
-    if cfg.refill and cfg.weight_sync_interval != 1:
-        yield "refill", True, "False with windows", "Set weight_sync_interval=1."
+    is_taught = getattr(reference, "is_teacher", False)
+    needs_entropy = bool(cfg.entropy_coeff or cfg.entropy_target)
+    no_entropy = f"{can.name} computes no entropy of the policy."
+    scales = f"none of {', '.join(BATCH_SCALES)} with min_samples_per_fwd_bwd"
+    table = (  # setting, whether it is wrong, its value, what is expected, fix
+        ("temperature", cfg.temperature not in (can.policy_temperature, 0.0), cfg.temperature,
+         f"{can.policy_temperature}, at which the policy scores",
+         "Open the backend with the same temperature, so that policy and sampler logprobs mean the same; services score at 1 only."),
+        ("reference vocabulary", None not in sizes and sizes[0] != sizes[1], f"{sizes[1]} tokens",
+         f"{sizes[0]}, as the policy", "Policy and reference must be the same model, or share a tokenizer."),
+        ("router_replay", cfg.router_replay and not can.routing, True,
+         "False", f"{can.name} was opened without it: pass router_replay=True, or leave it out."),
+        ("top_entropy_quantile", cfg.top_entropy_quantile < 1 and not can.entropy, cfg.top_entropy_quantile,
+         "1", no_entropy),
+        ("entropy_coeff", needs_entropy and not can.entropy, cfg.entropy_coeff,
+         "0, and no target", no_entropy),
+        ("lora_rank", cfg.lora_rank != can.lora_rank, cfg.lora_rank,
+         f"{can.lora_rank}, as the backend was opened", "Open it with this rank."),
+        ("load_in_8bit", cfg.load_in_8bit != can.load_in_8bit, cfg.load_in_8bit,
+         f"{can.load_in_8bit}, as the backend was opened", "Set it in both places, or in neither."),
+        ("teacher_coeff", is_taught != (cfg.teacher_coeff > 0), cfg.teacher_coeff,
+         "above 0 with a teacher" if is_taught else "0 without a teacher",
+         "Set teacher in the config of open_backend, or pass with_teacher(backend, another)."),
+        ("kl_beta", cfg.needs_reference and reference is None, cfg.kl_beta,
+         "0 without a reference", "Set kl_beta=0, or open a backend that has a reference."),
+        ("advantage_scale", cfg.min_samples_per_fwd_bwd is not None and cfg.advantage_scale in BATCH_SCALES,
+         cfg.advantage_scale, scales, "The batch is not known yet."),
+        ("refill", cfg.refill and cfg.weight_sync_interval != 1, True,
+         "False with windows", "Set weight_sync_interval=1."),
+    )  # fmt: skip
+    for name, is_wrong, got, expected, fix in table:
+        if is_wrong:
+            yield name, got, expected, fix
     divisions = can.grad_accumulation_normalization
     asked = {cfg.grad_accumulation_normalization}
     in_parts = cfg.min_samples_per_fwd_bwd is not None or cfg.pipeline_chunks_per_step > 1
@@ -168,7 +144,7 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
             )
 
 # %% ../../nbs/loop/04_setup.ipynb #8d5c2764
-def check_backend(cfg: Config, backend: Backend, rows: Any = ()) -> None:
+def check_backend_fits(cfg: Config, backend: Backend, rows: Any = ()) -> None:
     "Reject arguments in another order than backend, rows, reward, config, and settings that this backend would ignore."
     order = "They come in this order: backend, rows, reward, cfg; nbs/tutorials/403 has them next to TRL's."
     kinds = (
@@ -327,7 +303,7 @@ def rollout_setup(
     "What a rollout factory is given."
     params = cfg.sample_params(n=1, seed=cfg.seed)
     named = cfg.deployment and cfg.deployment.tokenizer_model
-    words = (
+    tokenizer_id = (
         named
         or cfg.tokenizer_model
         or getattr(backend.tokenizer, "name_or_path", "")
@@ -336,7 +312,11 @@ def rollout_setup(
     longest = min(
         (n for n in (cfg.max_seq_len, backend.capabilities.max_seq_len) if n), default=None
     )
-    setup_kwargs = {"tokenizer_id": words, "endpoint": backend.endpoint, "max_seq_len": longest}
+    setup_kwargs = {
+        "tokenizer_id": tokenizer_id,
+        "endpoint": backend.endpoint,
+        "max_seq_len": longest,
+    }
     sampler = sampler or backend.sampler
     K = cfg.completions_per_prompt
     return RolloutSetup(

@@ -41,7 +41,7 @@ from rl_notebook.loop.setup import (
     EvaluationFn,
     as_rows,
     as_task,
-    check_backend,
+    check_backend_fits,
     check_loss,
     check_recipe,
 )
@@ -266,7 +266,7 @@ class Loop:
         self.backend = backend
         self.name = name
         self.settings = self.began_with = cfg or Config()  # now, and when it was opened
-        check_backend(self.cfg, backend, rows)
+        check_backend_fits(self.cfg, backend, rows)
         check_recipe(self.cfg.recipe, self.recipes, type(self).__name__)
         check_loss(self.cfg.loss, make_loss)
         self.arguments = {
@@ -319,7 +319,7 @@ class Loop:
     @property
     def pending(self) -> list[int]:
         "Numbers of the rows before the cursor that are in no step."
-        return sorted({*self.intake.waiting, *(self.producer.pending if self.producer else ())})
+        return sorted({*self.intake.pending, *(self.producer.pending if self.producer else ())})
 
     @property
     def cfg(self) -> Config:
@@ -368,7 +368,7 @@ class Loop:
             )
 
     async def close(self) -> None:
-        "Cancel what is in flight."
+        "Cancel what is in flight; here nothing is, and a loop that samples ahead overrides this."
 
     async def sample_prompt(
         self,

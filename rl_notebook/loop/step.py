@@ -57,7 +57,6 @@ from rl_notebook.loop.rollouts import (
     assemble,
     sample_completions,
     sample_rollouts,
-    require_some,
 )
 from ..task.data import Prompt, Rollouts
 
@@ -196,7 +195,7 @@ async def score_group(
     reward_fns: Any = None,  # as for `rewards.score`; None = the rollout graded itself
     *,
     min_group_size: int = 1,  # samples that a group needs; with fewer they are dropped
-    **options: Any,  # `weights` and `step` of `rewards.score`
+    **options: Any,  # `weights`, `step` and `limits` of `rewards.score`
 ) -> PromptGroup:
     "The graded group of one prompt."
     # nothing to grade, or the rollout has graded them itself

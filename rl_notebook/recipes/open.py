@@ -147,8 +147,14 @@ async def open_backend(
         )
     if cfg.teacher is None:
         return await OPENERS[cfg.backend](cfg, say, **options)
-    off = {"teacher": None, "teacher_coeff": 0.0, "kl_beta": 0.0, "kl_metric": False}
-    off |= {"kl_estimator": "k3", "kl_bias_correction": False}
+    off = {
+        "teacher": None,
+        "teacher_coeff": 0.0,
+        "kl_beta": 0.0,
+        "kl_metric": False,
+        "kl_estimator": "k3",
+        "kl_bias_correction": False,
+    }
     async with AsyncExitStack() as stack:
         policy = await stack.enter_async_context(await OPENERS[cfg.backend](cfg, say))
         other = await open_backend(replace(cfg, base_model=cfg.teacher, **off), say)
@@ -177,18 +183,18 @@ async def _check_openai(cfg: Config, say: Callable[[str], Any]) -> list[Findings
     from rl_notebook.backends.services.openai import OpenAISampler, check_openai
     from rl_notebook.backends.services.link import open_tokenizer
 
-    words = open_tokenizer(None, cfg.base_model)
+    tokenizer = open_tokenizer(None, cfg.base_model)
     key = os.environ.get("OPENAI_API_KEY") or None
     quick = Retries(attempts=3, first_wait_s=0.1)
     sampler = OpenAISampler(
-        cfg.base_url or "", cfg.served_model or cfg.base_model, words, key, retries=quick
+        cfg.base_url or "", cfg.served_model or cfg.base_model, tokenizer, key, retries=quick
     )
     try:
         facts, first = await check_openai(sampler)
         rows = (
             []
             if first.failed
-            else await _check_sampling(sampler, words, partial(_check_weights, cfg))
+            else await _check_sampling(sampler, tokenizer, partial(_check_weights, cfg))
         )
         return [facts, Findings([*first, *rows], first.title)]
     finally:

@@ -102,7 +102,7 @@ class Problem:
 
 
 def config_rewards(cfg: Config) -> list[Any]:
-    "The rewards that a config names, or those of its data set."
+    "The rewards that a config names; where it names none, those of the toy task, or `gsm8k` for any other data set."
     of_toy = [toy_reward, reward_fn(toy_format_reward, weight=0.0)]
     return list(cfg.rewards) or (of_toy if cfg.dataset == "toy" else ["gsm8k"])
 
@@ -418,6 +418,32 @@ def check_parts(path: str | Path, parts: Mapping[str, Any]) -> None:
         fix = "Resume with the script that began it, and --resume."
         raise ConfigError("resume", where=str(path), got=got, expected="the same again", fix=fix)
 
+# %% ../../nbs/recipes/01_rl_loop.ipynb #5d1c7a0e
+def check_problem(cfg: Config, problem: Problem) -> None:
+    "Raise for a loss that cannot be called, and for a `keep_best` that no evaluation measures."
+    check_loss(cfg.loss, problem.make_loss)
+    # what an `evaluation_fn` measures, its first call says
+    if cfg.keep_best is not None and problem.evaluation_fn is None:
+        check_measured(cfg.keep_best, evaluation_names(cfg.eval_samples))
+
+
+CUSTOM_FUNCTIONS = ("rollout_fn_factory", "rollout_fn", "reward", "advantage_fn", "make_loss")
+
+
+def write_custom_rows(run: RunFolder, problem: Problem, passed: Sequence[str]) -> None:
+    "Write the rows of a run that was passed rows or functions, with the names of these functions: no config has them."
+    if any(name in (*CUSTOM_FUNCTIONS, "rows") for name in passed):
+        functions = [name for name in passed if name in CUSTOM_FUNCTIONS]
+        write_rows(Path(run.path) / "rows.jsonl", problem.rows, functions)
+
+
+def log_boot_metrics(run: RunFolder, loop: GRPOLoop) -> None:
+    "Log how long the backend took to start, next to the last finished step."
+    measured = loop.backend.boot_metrics
+    if measured:
+        metrics = {name: value for name, value in measured.items() if "/step" not in name}
+        run.log_metrics(loop.state.number - 1, metrics)
+
 # %% ../../nbs/recipes/01_rl_loop.ipynb #f1299d8f
 async def train(
     cfg: Config,
@@ -446,10 +472,7 @@ async def train(
     if problem is not None and passed:
         raise ConfigError("problem", got=f"{', '.join(passed)} as well", expected="one of the two")
     problem = problem or make(cfg, **parts)
-    check_loss(cfg.loss, problem.make_loss)
-    # what one measures, its first call says
-    if cfg.keep_best is not None and problem.evaluation_fn is None:
-        check_measured(cfg.keep_best, evaluation_names(cfg.eval_samples))
+    check_problem(cfg, problem)
     if backend is None and cfg.trained_here:
         find_model(cfg.base_model)
     for line in opening:
@@ -458,32 +481,22 @@ async def train(
         say(f"graded by gsm8k, which reads {cfg.dataset}'s answers: `rewards` names no other")
     async with contextlib.AsyncExitStack() as stack:
         opened = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
-        cfg = fitted(cfg, opened, problem, say)
+        cfg = fit_lengths(cfg, opened, problem, say)
         if note := plain_prompts(problem.rows, opened.tokenizer):
             say(note)
         loop = open_loop(cfg, opened, problem)
         stack.push_async_callback(loop.close)
         run = await begin_run(loop, plan, say)
-        if run is not None and plan.begun is None:
-            functions = {"rollout_fn_factory", "rollout_fn", "reward", "advantage_fn", "make_loss"}
-            if custom_parts := [name for name in passed if name in functions | {"rows"}]:
-                write_rows(
-                    Path(run.path) / "rows.jsonl",
-                    problem.rows,
-                    [n for n in custom_parts if n != "rows"],
-                )
-        if run is not None and opened.boot_metrics:
-            run.log_metrics(
-                loop.state.number - 1,
-                {k: v for k, v in opened.boot_metrics.items() if "/step" not in k},
-            )
         if run is not None:
+            if plan.begun is None:
+                write_custom_rows(run, problem, passed)
+            log_boot_metrics(run, loop)
             stack.callback(run.release)
         named = {"run_name": cfg.run_name, "log_path": cfg.log_path, "wandb": cfg.wandb}
         trackers = open_trackers(cfg.report_to, config=cfg.to_dict(), **named)
         stack.callback(finish_trackers, trackers)
-        tracker_outputs = [partial(_tell, tracker, cfg.log_completions) for tracker in trackers]
-        loop.outputs += [*([run.add] if run is not None else []), *tracker_outputs, *on_record]
+        tell = [partial(_tell, tracker, cfg.log_completions) for tracker in trackers]
+        loop.outputs += [*([run.add] if run is not None else []), *tell, *on_record]
         return await _train(loop, run, say, progress, trackers, plan.reward_before)
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #787cb06c
@@ -498,7 +511,9 @@ def _tell(tracker: Tracker, completions: int, record: StepRecord) -> None:
     tracker.log(metrics, record.step)
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #ddebe0fb
-def fitted(cfg: Config, backend: Backend, problem: Problem, say: Callable[[str], Any]) -> Config:
+def fit_lengths(
+    cfg: Config, backend: Backend, problem: Problem, say: Callable[[str], Any]
+) -> Config:
     "The config with default lengths that fit the model; raises ConfigError for chosen ones, DataError for a row."
     longest = backend.capabilities.max_seq_len or cfg.max_seq_len
     new = dict[str, int]()
@@ -579,10 +594,10 @@ async def _train(
     if run is not None:
         path = Path(run.path) / "report.html"
         say(f"report: {write_report(run, path, tokenizer=loop.backend.tokenizer)}")
-    made = loop.state.number - first
+    steps = loop.state.number - first
     took = time.perf_counter() - start
     return RunResult(
-        made, before, after, took, run, stopped, "" if stopped else why_ended(loop, None, made)
+        steps, before, after, took, run, stopped, "" if stopped else why_ended(loop, None, steps)
     )
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #901263b1
@@ -638,7 +653,7 @@ class Saver:
             await save_checkpoint(self.loop, self.run)
 
     async def rescue(self, error: Exception, say: Callable[[str], Any]) -> None:
-        "Save after an error, unless it was an error of the disk; the first error stays the one that counts."
+        "Save after an error that is no `RecordError`, and say where the run stopped; an error of saving is only printed."
         try:
             if not isinstance(error, RecordError):
                 await self.save()

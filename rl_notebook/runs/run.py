@@ -334,8 +334,8 @@ RUN_FILES = (
     "discarded",
     "rows.jsonl",
     "best.json",
+    "report.html",
 )
-RUN_FILES += ("report.html",)
 
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
@@ -358,8 +358,6 @@ READERS: tuple[type[Reader], ...] = (
     PrimeRollouts,
     PrimeMonitors,
     Verifiers,
-)
-READERS += (
     Miles,
     Slime,
     SlimeRollouts,
@@ -370,8 +368,8 @@ READERS += (
     VerlTexts,
     Trl,
     Areal,
+    FireworksCookbook,
 )
-READERS += (FireworksCookbook,)
 
 
 def open_foreign(path: Path) -> Reader | None:
@@ -641,7 +639,7 @@ class RunFolder(Run):
         run = json.dumps({"format": RUN_FORMAT, "files": {}, **about})
         replace_text(path / "run.json", run)  # last: it makes it a run
         note_started(path, [*names_in(settings)])
-        return cls._with_settings(path, text)._written_by(held)
+        return cls._with_settings(path, text)._lock_folder(held)
 
     @classmethod
     def resume(
@@ -669,7 +667,7 @@ class RunFolder(Run):
         text = _config_yaml(settings)
         replace_text(path / "config.yaml", text)
         note_started(path, [*(begun.trusted or ()), *names_in(settings)])
-        return cls._with_settings(path, text, begun.notes)._written_by(held)
+        return cls._with_settings(path, text, begun.notes)._lock_folder(held)
 
     @classmethod
     def _with_settings(cls, path: Path, text: str, notes: tuple[str, ...] = ()) -> Self:
@@ -678,8 +676,8 @@ class RunFolder(Run):
         trusted = trusted_names(path)
         return cls(path, mark_names(config, str(path), trusted), notes, trusted)
 
-    def _written_by(self, held: _FolderLock | None = None) -> Self:
-        "This, held; raises RecordError where the folder is gone, or another process writes."
+    def _lock_folder(self, held: _FolderLock | None = None) -> Self:
+        "Lock the folder for this process, and return the run; raises RecordError where it is gone, or another process writes to it."
         if not (self.path / "run.json").exists():
             got = "no run.json: it was deleted or moved during the run"
             fix = "Put it back, or begin again elsewhere. The loop has its last steps in `records`."
@@ -699,7 +697,7 @@ class RunFolder(Run):
 
     def add(self, record: StepRecord) -> Path:
         "Write a record and its line of metrics; raises RecordError and leaves nothing behind when that fails."
-        self._written_by()
+        self._lock_folder()
         path = self.path / "steps" / f"{record.step:05d}"
         line = _metrics_line(metrics_row(record))
         if there := path.exists():
@@ -727,12 +725,12 @@ class RunFolder(Run):
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         "Add metrics to a step next to its record, such as a held-out reward; step 0 is before training."
         _append_line(
-            self._written_by().path / "metrics.jsonl", _metrics_line({"step": step, **metrics})
+            self._lock_folder().path / "metrics.jsonl", _metrics_line({"step": step, **metrics})
         )
 
     def rewind(self, step: int) -> Path | None:
         "Put aside everything after a step, into `discarded/NNN/`; returns that folder, or None if there was nothing."
-        self._written_by()
+        self._lock_folder()
         return _put_aside(self.path, step)
 
     async def save_checkpoint(
@@ -746,7 +744,7 @@ class RunFolder(Run):
         keep: int = 2,  # older checkpoints are deleted
     ) -> Checkpoint:
         "Save what is needed to resume from here; older ones go only when the new one is complete."
-        self._written_by()
+        self._lock_folder()
         facts = {
             "step": step,
             "cursor": cursor,
@@ -785,7 +783,7 @@ class _FolderLock:
             return False
 
 
-# by this process
+# the locks that this process holds, by folder
 _HELD: weakref.WeakValueDictionary[Path, _FolderLock] = weakref.WeakValueDictionary()
 
 

@@ -37,7 +37,7 @@ async def one_phase(
         if loop.evaluation_due:
             await loop.evaluate()
         record = loop.finish()
-        await loop.reach_boundary()
+        await loop.run_boundary_hooks()
         if isinstance(loop, AsyncGRPOLoop) and loop.weights.several:
             await loop.pause(drain=True)
             loop.producer.held = AT_REST
