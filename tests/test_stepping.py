@@ -23,7 +23,7 @@ from rl_notebook.task.chat import sample_from_completion
 from rl_notebook.task.data import load_rows
 from rl_notebook.task.models import load_model
 from rl_notebook.task.toy import toy_rows
-from rl_notebook.views.dashboard import Dashboard, asked, tick
+from rl_notebook.views.dashboard import Dashboard, on_pane_message, tick
 
 
 def run(coroutine):
@@ -524,11 +524,11 @@ def test_the_dashboard_shows_what_each_phase_returns_whatever_runs_it():
         await loop.reference()
         loop.loss()
         assert "after loss" in shown_values(dashboard)[0]
-        asked(dashboard, {"open": [0, 0]})
-        asked(dashboard, {"inspect": True})
+        on_pane_message(dashboard, {"open": [0, 0]})
+        on_pane_message(dashboard, {"inspect": True})
         [inspector] = dashboard.screen.inspector.children
         assert "dlogprob" in [s["name"] for s in inspector.payload["series"]]
-        asked(dashboard, {"close": True})
+        on_pane_message(dashboard, {"close": True})
         assert dashboard.screen.pane.completion == {}
         await dashboard.step()
         title, _, text = shown_values(dashboard)
