@@ -599,25 +599,44 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b) / size if size > 0 else math.nan
 
 
-def check_advantages(record: StepRecord) -> Finding:
-    "Advantages sum to 0 in each group, rise with the rewards, and each datum carries its own sample's."
-    check = partial(Finding, "advantages")
+def is_off(difference: float, size: float) -> bool:
+    "Whether a difference is more than a millionth of a size that it is seen next to; NaN always is."
+    return not abs(difference) <= 1e-6 * max(size, 1.0)
 
-    def off(x, size):
-        return not abs(x) <= 1e-6 * max(size, 1.0)
 
-    by_group = {g.index: g.advantages for g in record.groups if g.advantages is not None}
-    custom_function = any(name.startswith("advantage_fn ") for name in record.sources)
+def advantages_by_group(record: StepRecord) -> dict[int, np.ndarray]:
+    "The advantages of the samples of each group that has them, by its index."
+    return {g.index: g.advantages for g in record.groups if g.advantages is not None}
+
+
+def has_advantage_fn(record: StepRecord) -> bool:
+    "Whether the advantages are those of a custom function."
+    return any(name.startswith("advantage_fn ") for name in record.sources)
+
+
+def advantages_and_rewards(record: StepRecord) -> tuple[np.ndarray, np.ndarray]:  # (samples,) each
+    "Both, of the samples of groups with signal, less their mean in the group."
+    groups = record.groups
+    return within_groups(groups, lambda g: g.advantages), within_groups(groups, lambda g: g.rewards)
+
+
+advantage_finding = partial(Finding, "advantages")
+
+
+def advantages_off_centre(record: StepRecord) -> Iterator[Finding]:
+    "A group whose advantages do not sum to 0, though no custom function made them."
+    by_group = advantages_by_group(record)
     for g in record.groups:
         advantages = by_group[g.index][g.run_starts] if g.index in by_group else np.zeros(0)
-        uncentred = off(advantages.sum(), np.abs(advantages).sum()) and not custom_function
+        uncentred = is_off(advantages.sum(), np.abs(advantages).sum())
+        uncentred = uncentred and not has_advantage_fn(record)
         if uncentred and record.origin:  # a leave-one-out std will do
             uncentred = bool(
                 (advantages * (g.rewards - g.rewards.mean())[g.run_starts] < -1e-6).any()
             )
         if uncentred:
             fix = "Take the mean over the samples of one prompt: group_advantages(rewards_of_one_prompt)."
-            return check(
+            yield advantage_finding(
                 False,
                 "a group does not sum to 0",
                 expected="0",
@@ -625,69 +644,98 @@ def check_advantages(record: StepRecord) -> Finding:
                 where=g.where,
                 got=short(advantages.sum()),
             )
+
+
+def advantages_of_other_samples(record: StepRecord) -> Iterator[Finding]:
+    "A datum that carries another advantage than its sample."
+    by_group = advantages_by_group(record)
     for d in record.datums:
         advantages = by_group.get(d.group)
         carried = np.asarray(d.advantage)
         if advantages is None or d.sample >= len(advantages) or np.ptp(carried) > 0:
             continue
-        if off(carried.mean() - advantages[d.sample], abs(advantages[d.sample])):
-            text = "a datum carries another advantage than its sample"
-            fix = "Are datums and samples in the same order?"
-            return check(
+        if is_off(carried.mean() - advantages[d.sample], abs(advantages[d.sample])):
+            yield advantage_finding(
                 False,
-                text,
+                "a datum carries another advantage than its sample",
                 expected=short(advantages[d.sample]),
-                fix=fix,
+                fix="Are datums and samples in the same order?",
                 where=d.where,
                 got=short(carried.mean()),
             )
-    sides = [
-        within_groups(record.groups, of) for of in (lambda g: g.advantages, lambda g: g.rewards)
-    ]
-    if (corr := correlation(*sides)) < -0.5:
-        text = f"advantages have the opposite sign of the rewards (correlation {corr:.2f})"
-        return check(
-            None if custom_function else False,
-            text,
+
+
+def advantages_reversed(record: StepRecord) -> Iterator[Finding]:
+    "Advantages that fall where rewards rise."
+    if (corr := correlation(*advantages_and_rewards(record))) < -0.5:
+        yield advantage_finding(
+            None if has_advantage_fn(record) else False,
+            f"advantages have the opposite sign of the rewards (correlation {corr:.2f})",
             expected="a positive correlation",
             notable=True,
         )
+
+
+def advantages_by_function(record: StepRecord) -> Iterator[Finding]:
+    "What can be said of the advantages of a custom function: whether they sum to 0."
+    if not has_advantage_fn(record):
+        return
+    by_group = advantages_by_group(record)
     with_signal = [
         g.index for g in record.groups if g.index in by_group and not has_no_signal(g.rewards)
     ]
     uncentred_groups = [
         i for i in with_signal if abs(by_group[i].sum()) > 1e-3 * np.abs(by_group[i]).sum()
     ]
-    if custom_function and uncentred_groups:
+    if uncentred_groups:
         where = f"in {len(uncentred_groups)} of {len(with_signal)} groups with signal"
-        text = f"advantages are not centred: those of the advantage_fn do not sum to 0 {where}"
-        got = short(by_group[uncentred_groups[0]].sum())
-        return check(
-            None, text, expected="0", where=f"group {uncentred_groups[0]}", got=got, notable=True
-        )
-    if custom_function:
-        return check(None, "they are those of an advantage_fn, whose rule is not known")
-    size, spread = (float(np.abs(side).max(initial=0.0)) for side in sides)
-    if spread >= MAX_USUAL_SIZE:
-        text = f"rewards are up to {spread:.3g} from the mean of their group"
-        if size < MAX_USUAL_SIZE:
-            return check(
-                True,
-                f"{text}; their scale does not reach the loss, as advantages are scaled",
-                notable=True,
-            )
-        fix = "Divide the rewards, or set advantage_scale='std': a KL term or an entropy bonus is nothing next to them."
-        return check(
+        yield advantage_finding(
             None,
-            f"{text} and advantages are not scaled: the loss is as large",
-            fix=fix,
+            f"advantages are not centred: those of the advantage_fn do not sum to 0 {where}",
+            expected="0",
+            where=f"group {uncentred_groups[0]}",
+            got=short(by_group[uncentred_groups[0]].sum()),
             notable=True,
         )
-    return (
-        check(True, f"they sum to 0 in each of {len(by_group)} groups")
-        if by_group
-        else check(None, "there are none")
+    else:
+        yield advantage_finding(None, "they are those of an advantage_fn, whose rule is not known")
+
+
+def advantages_of_large_rewards(record: StepRecord) -> Iterator[Finding]:
+    "Rewards so large that the loss is as large, unless advantages are scaled."
+    size, spread = (float(np.abs(x).max(initial=0.0)) for x in advantages_and_rewards(record))
+    if not spread >= MAX_USUAL_SIZE:  # NaN neither
+        return
+    text = f"rewards are up to {spread:.3g} from the mean of their group"
+    if size < MAX_USUAL_SIZE:
+        yield advantage_finding(
+            True,
+            f"{text}; their scale does not reach the loss, as advantages are scaled",
+            notable=True,
+        )
+        return
+    fix = "Divide the rewards, or set advantage_scale='std': a KL term or an entropy bonus is nothing next to them."
+    yield advantage_finding(
+        None,
+        f"{text} and advantages are not scaled: the loss is as large",
+        fix=fix,
+        notable=True,
     )
+
+
+def check_advantages(record: StepRecord) -> Finding:
+    "Advantages sum to 0 in each group, rise with the rewards, and each datum carries its own sample's."
+    by_group = advantages_by_group(record)
+    looked_for = (
+        advantages_off_centre,
+        advantages_of_other_samples,
+        advantages_reversed,
+        advantages_by_function,
+        advantages_of_large_rewards,
+    )
+    findings = (finding for look in looked_for for finding in look(record))
+    centred = advantage_finding(True, f"they sum to 0 in each of {len(by_group)} groups")
+    return next(findings, centred if by_group else advantage_finding(None, "there are none"))
 
 # %% ../../nbs/insight/00_xray.ipynb #ff9dc379
 def mask_fault(
