@@ -371,8 +371,6 @@ _TRL_ELSEWHERE = {
     "completions_per_prompt": 8,
     "max_completion_tokens": 512,
     "epochs": 3,
-}
-_TRL_ELSEWHERE |= {
     "weight_decay": 0.0,
     "lr_scheduler_type": "linear",
     "drop_zero_variance_groups": False,
@@ -519,6 +517,9 @@ _WANDB = (
 _TRACKERS = (
     "Set report_to to some of wandb, trackio, tensorboard, on the command line --report-to wandb."
 )
+_BATCHES = "batch_size train_batch_size per_device_train_batch_size generation_batch_size rollout_batch_size"
+_OF_WHAT = "a name for prompts in some libraries, for completions in others"
+_PROMPTS = "Set prompt_groups_per_step, the prompts of a step: it has completions_per_prompt times as many completions."
 ELSEWHERE: dict[str, tuple[str, str]] = {  # name: (what it is there, what to take here)
     "load_in_4bit": ("4 bits, which torchao packs for GPUs only", "Set load_in_8bit=True instead."),
     "max_prompt_length": (
@@ -563,11 +564,8 @@ ELSEWHERE: dict[str, tuple[str, str]] = {  # name: (what it is there, what to ta
         "a checkpoint to resume from",
         "Set resume=ResumeConfig(resume_from=...).",
     ),
+    **dict.fromkeys(_BATCHES.split(), (_OF_WHAT, _PROMPTS)),
 }
-_BATCHES = "batch_size train_batch_size per_device_train_batch_size generation_batch_size rollout_batch_size"
-_OF_WHAT = "a name for prompts in some libraries, for completions in others"
-_PROMPTS = "Set prompt_groups_per_step, the prompts of a step: it has completions_per_prompt times as many completions."
-ELSEWHERE |= dict.fromkeys(_BATCHES.split(), (_OF_WHAT, _PROMPTS))
 
 
 def check_known(cls: type, arguments: Iterable[str]) -> None:

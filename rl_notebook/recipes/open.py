@@ -278,10 +278,9 @@ async def _check_sampling(sampler: Sampler, tokenizer: Any, more: Any = None) ->
     asked: dict[str, Any] = {
         "how it ended": partial(check_endings, tokenizer),
         "temperature": check_temperature,
+        "sampling frequencies": _check_frequencies,
+        **({"sampled and scored": more} if more else {}),
     }
-    asked |= {"sampling frequencies": _check_frequencies} | (
-        {"sampled and scored": more} if more else {}
-    )
     for name, ask in asked.items():
         try:
             rows += await ask(sampler, tokens)

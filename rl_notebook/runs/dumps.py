@@ -27,8 +27,13 @@ from .records import check_unpacked, check_zip, parsing, read_table
 __all__ = []
 
 # %% ../../nbs/runs/02_dumps.ipynb #ae858fe1
-_NEMO = {"token_ids": "tokens", "token_loss_mask": "loss_mask", "advantages": "advantages"}
-_NEMO |= {"generation_logprobs": "sampler_logprobs", "prev_logprobs": "old_logprobs"}
+_NEMO = {
+    "token_ids": "tokens",
+    "token_loss_mask": "loss_mask",
+    "advantages": "advantages",
+    "generation_logprobs": "sampler_logprobs",
+    "prev_logprobs": "old_logprobs",
+}
 
 
 class NemoRL(Reader):
@@ -65,8 +70,9 @@ _EXPORTED = {
     "loss_mask": "loss_mask",
     "advantages": "advantages",
     "entropy": "entropy",
+    "inference_logprobs": "sampler_logprobs",
+    "trainer_logprobs": "policy_logprobs",
 }
-_EXPORTED |= {"inference_logprobs": "sampler_logprobs", "trainer_logprobs": "policy_logprobs"}
 
 
 class PrimeExports(Reader):
@@ -156,13 +162,9 @@ _SLIME = {
     "loss_masks": "loss_mask",
     "loss_mask": "loss_mask",
     "advantages": "advantages",
-}
-_SLIME |= {
     "rollout_log_probs": "sampler_logprobs",
     "log_probs": "old_logprobs",
     "ref_log_probs": "ref_logprobs",
-}
-_SLIME |= {
     "entropy": "entropy",
     "response": "text",
     "prompt": "prompt",

@@ -1019,8 +1019,14 @@ def _put_aside(path: Path, step: int) -> Path | None:
 
 # %% ../../nbs/runs/07_run.ipynb #726ba338
 # shown where measured
-GLANCE = ("reward", "eval/reward", "kl", "completions/mean_length", "frac_reward_zero_std")
-GLANCE += ("sampling/sampling_logp_difference/mean",)
+GLANCE = (
+    "reward",
+    "eval/reward",
+    "kl",
+    "completions/mean_length",
+    "frac_reward_zero_std",
+    "sampling/sampling_logp_difference/mean",
+)
 
 
 def run_facts(run: Run) -> str:

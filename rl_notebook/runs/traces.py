@@ -54,8 +54,9 @@ _NODES = {
     "logprobs": "sampler_logprobs",
     "trainer_logprobs": "policy_logprobs",
     "reference_logprobs": "ref_logprobs",
+    "entropies": "entropy",
+    "advantages": "advantages",
 }
-_NODES |= {"entropies": "entropy", "advantages": "advantages"}
 
 
 def _branch(

@@ -44,8 +44,11 @@ __all__ = ['Watched', 'watch']
 
 # %% ../../nbs/runs/08_watch.ipynb #68345eb1
 _WORDS = "beta use_bias_correction_kl importance_sampling_level off_policy_mask_threshold top_entropy_quantile"
-_WORDS_OF = {"ppo": "epsilon delta", "sapo": "sapo_temperature_pos sapo_temperature_neg"}
-_WORDS_OF |= {"vespo": "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"}
+_WORDS_OF = {
+    "ppo": "epsilon delta",
+    "sapo": "sapo_temperature_pos sapo_temperature_neg",
+    "vespo": "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
+}
 _WORDS_OF_VLLM = [
     f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max", "clip_min")
 ]
