@@ -75,9 +75,11 @@ PILE = """async ([module, script, about]) => {
     const { default: widget } = await import(url);
     const data = steps => [{ type: "scatter", x: [...Array(steps).keys()], y: [...Array(steps).keys()] }];
     const figures = steps => ({ reward: { data: data(steps), layout: {} } });
-    const state = { script, shown: [about], figures: figures(1) };
+    const state = { plotly: "IPY_MODEL_plotly", shown: [about], figures: figures(1) };
     const heard = {};
-    await widget.render({ model: { get: n => state[n], on: (n, f) => (heard[n] = f), off() {} }, el: document.body });
+    const widget_manager = { get_model: async () => ({ get: () => script }) };
+    const model = { widget_manager, get: n => state[n], on: (n, f) => (heard[n] = f), off() {} };
+    await widget.render({ model, el: document.body });
     const drawn = (window.drawn = []);
     const react = Plotly.react;
     Plotly.react = (plot, data, ...more) => (drawn.push(data[0].y.length), react(plot, data, ...more));
