@@ -435,7 +435,7 @@ def loss_rules(c: Any) -> Iterator[str]:
 
 # %% ../../nbs/config/00_settings.ipynb #8f65bccc
 def not_default(c: Any, *names: str) -> list[str]:
-    "Those of the settings that are not at their default."
+    "The names of these settings that are not at their default."
     return [name for name in names if getattr(c, name) != getattr(type(c), name)]
 
 

@@ -293,7 +293,7 @@ def igpo_advantages(
     groups: Sequence[PromptGroup],  # graded, their samples with `info["answer_scores"]`
     igpo: IGPOConfig | None = None,
 ) -> list[PromptGroup]:
-    "The same groups with `turn_advantages` and `advantages` filled in; raises `RewardError`."
+    "Fill in the `turn_advantages` and `advantages` of groups; raises `RewardError`."
     return [compare_turns(g, igpo or IGPOConfig()) for g in groups]
 
 # %% ../../nbs/loop/13_igpo.ipynb #f6432d06

@@ -338,7 +338,7 @@ class GRPOLoop(Loop):
 
     @run_exclusively
     async def backward(self) -> LossReport | PhaseMetrics:
-        "The same loss on the trainer, its gradient kept for the update; run again, it replaces the gradient."
+        "Compute the loss on the trainer, and keep its gradient for the update; run again, it replaces the gradient."
         datums = enter(self.state, "backward")
         if nothing := skip_if_empty(self.state, "backward"):
             return nothing
@@ -566,7 +566,7 @@ class GRPOLoop(Loop):
         return merge_metrics(measured, settings, self.eval_metrics, more)
 
     def _cursor_after(self) -> Cursor:
-        "Behind the prompts that were taken so far, once those of this step are scored."
+        "The place behind the prompts that were taken so far, once those of this step are scored."
         return cursor_after(self.cursor, self.state, self.cfg.eval_pass_reward)
 
     def _warn_without_folder(self, record: StepRecord) -> None:

@@ -264,7 +264,7 @@ def current_entropy_bonus(loss: LossSettings, state: StepState) -> tuple[float, 
 def bonus_after(
     loss: LossSettings, record: StepRecord, before: tuple[float, float] | None
 ) -> tuple[float, float] | None:
-    "The same for the step after a recorded one; one without an entropy, which trained on nothing, moves nothing."
+    "The entropy bonus of the step after a recorded one, as `current_entropy_bonus` has it; a step without an entropy trained on nothing and changes nothing."
     coeff = record.metrics.get("entropy/coeff")
     entropy = record.metrics.get("entropy/exact")
     if loss.entropy_target is None or coeff is None:

@@ -525,7 +525,7 @@ def with_origin(sample: RolloutSample, completions: Sequence[Completion]) -> Rol
 
 
 def with_origins(segments: Segments, completions: Sequence[Completion]) -> Segments:
-    "The same for the segments of a run, which share its completions in their order."
+    "Segments of a run with what its completions say (see `with_origin`); they share the completions, in their order."
     ends = np.cumsum([0, *(len(s.turns) for s in segments)]).tolist()
     if ends[-1] != len(completions):
         return tuple(with_origin(s, completions) for s in segments)

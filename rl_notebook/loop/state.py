@@ -313,7 +313,7 @@ class Loop:
 
     @property
     def cursor(self) -> Cursor:
-        "Behind the prompts that were taken so far."
+        "The place behind the prompts that were taken so far."
         return self.intake.cursor
 
     @property

@@ -498,7 +498,7 @@ class Weights:
         self,
         forget: Callable[[Snapshot], Any],  # called when all is as it was
     ) -> Snapshot:
-        "Back to before the last update, what the sampler serves too if it was synced since; returns where that is."
+        "Restore what was before the last update, and what the sampler served, if it was synced since; returns the snapshot."
         last = self.snapshots.undoable[-1]
         name = f"undo-{self.loop_id}-{last.state.number:05d}"
         await self.restore(last, name, resync=self.sampler.version != last.policy_version)

@@ -481,7 +481,7 @@ async def train(
         say(f"graded by gsm8k, which reads {cfg.dataset}'s answers: `rewards` names no other")
     async with contextlib.AsyncExitStack() as stack:
         opened = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
-        cfg = fit_lengths(cfg, opened, problem, say)
+        cfg = fit_to_model(cfg, opened, problem, say)
         if note := plain_prompts(problem.rows, opened.tokenizer):
             say(note)
         loop = open_loop(cfg, opened, problem)
@@ -511,7 +511,7 @@ def _tell(tracker: Tracker, completions: int, record: StepRecord) -> None:
     tracker.log(metrics, record.step)
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #ddebe0fb
-def fit_lengths(
+def fit_to_model(
     cfg: Config, backend: Backend, problem: Problem, say: Callable[[str], Any]
 ) -> Config:
     "The config with default lengths that fit the model; raises ConfigError for chosen ones, DataError for a row."

@@ -507,7 +507,7 @@ class Script:
 
 
 def steps_notes(loop: Loop, cfg: Config) -> list[str]:
-    "That settings changed, or that the script makes more steps than the loop has made."
+    "Notes for settings that changed, and for a script that makes more steps than the loop has made."
     notes = list[str]()
     changes = fit_length(loop, loop.began_with).diff(fit_length(loop, loop.cfg))
     if changes:

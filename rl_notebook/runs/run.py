@@ -515,7 +515,7 @@ class Run:
         return record
 
     def tokenizer(self) -> Any:  # None where there is none
-        "That of the model which its settings name, as far as it can be had without a network."
+        "The tokenizer of the model that its settings name, as far as it can be had without a network."
         from rl_notebook.task.models import tokenizer_of
 
         try:
