@@ -290,6 +290,8 @@ def test_a_branch_keeps_the_batch_and_scores_it_again_with_another_reward():
         ]
         weighted = await (await loop_with_changes(rewards=["length"])).branch(reward_weights=[0.5])
         assert weighted.state.current == "score"
+        regrouped = await (await loop_with_changes()).branch(min_group_size=2)
+        assert regrouped.state.current == "score"
 
     run(main())
 

@@ -27,7 +27,9 @@ from rl_notebook.loop.setup import (
 from .state import PHASES, Loop
 
 # %% ../../nbs/loop/06_change.ipynb #d15f1306
-GRADING = ("rewards", "reward_weights", "overlong_buffer")  # settings that grades may depend on
+READ_BY_SCORE = marked(
+    Config, "score"
+)  # settings that grades depend on: a branch that changes one scores again
 
 # %% ../../nbs/loop/06_change.ipynb #dfe13ffc
 READ_BY_UPDATE = (

@@ -57,7 +57,7 @@ from rl_notebook.loop.back import (
     reopened,
 )
 from rl_notebook.loop.change import (
-    GRADING,
+    READ_BY_SCORE,
     Changed,
     arguments_for,
     change_settings,
@@ -1035,7 +1035,9 @@ class GRPOLoop(Loop):
             eval_rows=self.eval_rows,
             family=self.weights.family,
         )
-        rescore = reward is not None or any(key.partition(".")[0] in GRADING for key, *_ in rows)
+        rescore = reward is not None or any(
+            key.partition(".")[0] in READ_BY_SCORE for key, *_ in rows
+        )
         keep_samples = "score" if rescore else "advantages"
         state = reopened(self.state, "prompts" if place == "start" else keep_samples)
         other.state = replace(state, cursor=replace(state.cursor, epochs=cfg.epochs), cache={})
