@@ -19,7 +19,7 @@ from IPython.display import HTML, display, update_display
 
 from ..core.types import Datum, DatumError
 from ..insight.doctor.doctor import CONCLUSIVE_SCORE, Diagnosis, rank_causes
-from ..insight.doctor.evidence import Evidence, tolerance
+from ..insight.doctor.evidence import Evidence, token_tolerance
 from ..core.gaps import ROUNDING
 from ..show.html import HUES, SOFT, folded, number, table, tag, tint, token_strip
 from ..runs.records import StepRecord, version_at_start
@@ -152,7 +152,7 @@ def verdict_payload(e: Evidence, d: Diagnosis, syncs: str = "") -> dict[str, str
     "What the numbers of all tokens say, in a line, and what to do about it."
     (state, cause) = _cause_words(d, syncs)
     gap = np.abs(e.gap)
-    floor = tolerance(e)
+    floor = token_tolerance(e)
     close = f"{int((gap <= floor).sum()):,} of {len(gap):,} tokens agree (floor {floor:.2g} nats)"
     ask = "" if d.controls else "Experiments tell: await rln.diagnose(record, backend=backend)."
     most = float(np.nanmax(gap, initial=0.0))
@@ -296,7 +296,7 @@ def overview_payload(
         "verdict": verdict,
         "item": points["item"][int(far.argmax())] if len(far) and verdict["state"] != "well" else 0,
         "sides": sides_payload(source, e),
-        "floor": tolerance(e),
+        "floor": token_tolerance(e),
         "half": BFLOAT16_GAP,
         "points": points,
         "places": gap_by_place(_place(e)[finite], gap[finite]),

@@ -20,18 +20,18 @@ from rl_notebook.insight.doctor.evidence import (
     AMBIGUOUS_SCORE,
     MIN_SURE,
     Evidence,
-    Cause,
+    CauseFinding,
     Resample,
     beyond,
-    coarsest,
+    coarser_rounding,
     differs,
     excess,
     explained,
-    floor,
+    finer_rounding,
     nearest_at,
     score_prediction,
     size,
-    tolerance,
+    token_tolerance,
 )
 from ...core.gaps import Rounding, rounding
 
@@ -70,9 +70,9 @@ NEXT_EXPERIMENTS = {
 }
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #ee04bd01
-def shift(e: Evidence) -> Iterator[Cause]:
+def shift(e: Evidence) -> Iterator[CauseFinding]:
     "The sampler's values stand one or two targets away from where they belong."
-    off = np.abs(e.gap) > tolerance(e)
+    off = np.abs(e.gap) > token_tolerance(e)
     begun = np.zeros(len(off), dtype=bool)
     for row in np.unique(e.row[off]):
         begun |= (e.row == row) & (np.arange(len(off)) >= np.flatnonzero(off & (e.row == row))[0])
@@ -91,7 +91,7 @@ def shift(e: Evidence) -> Iterator[Cause]:
         )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #cdbbb769
-def mask_leak(e: Evidence) -> Iterator[Cause]:
+def mask_leak(e: Evidence) -> Iterator[CauseFinding]:
     "Weights are 1 where the policy sampled nothing: by the samples' masks, or the sampler has no number where rows begin."
     leaked = sum(
         int((d.active & (m == 0)).sum())
@@ -100,7 +100,7 @@ def mask_leak(e: Evidence) -> Iterator[Cause]:
     )
     if leaked:
         text = f"{leaked} trained positions that the policy did not sample"
-        yield Cause("mask leak", 1.0, text, {"positions": leaked})
+        yield CauseFinding("mask leak", 1.0, text, {"positions": leaked})
         return
     # 0 is right for a token that is certain
     empty = (~np.isfinite(e.s) | (e.s == 0)) & ~(e.p > np.log(MIN_SURE))
@@ -114,7 +114,7 @@ def mask_leak(e: Evidence) -> Iterator[Cause]:
         text = f"{empty[first].mean():.0%} of the rows begin with tokens that the sampler has no value for"
         shows = {"positions": int(empty.sum())}, tuple(np.flatnonzero(empty).tolist())
         for cause, score, why in leaked_or_sampled(e, empty, first):
-            yield Cause(cause, score, text + why, *shows)
+            yield CauseFinding(cause, score, text + why, *shows)
 
 
 def leaked_or_sampled(
@@ -136,7 +136,7 @@ def leaked_or_sampled(
     return [(cause, AMBIGUOUS_SCORE, ", sampled or not") for cause in ("mask leak", "filled in")]
 
 
-def non_finite(e: Evidence) -> Iterator[Cause]:
+def non_finite(e: Evidence) -> Iterator[CauseFinding]:
     "NaN or infinity where there must be a number."
     bad = ~np.isfinite(e.gap)
     if all(d.ref_logprobs is not None for d in e.datums):
@@ -144,17 +144,17 @@ def non_finite(e: Evidence) -> Iterator[Cause]:
     if bad.any():
         at = np.flatnonzero(bad)
         text = f"{len(at)} of {len(e.gap)} positions have no finite number"
-        yield Cause("non-finite", 1.0, text, {"positions": len(at)}, tuple(at.tolist()))
+        yield CauseFinding("non-finite", 1.0, text, {"positions": len(at)}, tuple(at.tolist()))
 
 
-def wrong_reference(e: Evidence) -> Iterator[Cause]:
+def wrong_reference(e: Evidence) -> Iterator[CauseFinding]:
     "Before the first update policy and reference must be the same."
     if not e.provenance.untrained or differs(e) or any(d.ref_logprobs is None for d in e.datums):
         return
     off = e.flat([d.ref_logprobs for d in e.datums]) - e.p
-    if np.isfinite(off).all() and beyond(off, floor(e)):
+    if np.isfinite(off).all() and beyond(off, finer_rounding(e)):
         text = f"before any update the reference differs by up to {np.abs(off).max():.2g} nats"
-        yield Cause(
+        yield CauseFinding(
             "wrong reference",
             1.0,
             text,
@@ -163,20 +163,22 @@ def wrong_reference(e: Evidence) -> Iterator[Cause]:
         )
 
 
-def other_tokens(e: Evidence) -> Iterator[Cause]:
+def other_tokens(e: Evidence) -> Iterator[CauseFinding]:
     "Datums have other tokens than their samples."
-    groups = [group for group in e.foreign.values() if group is not None]
+    groups = [group for group in e.other_tokens_from.values() if group is not None]
     if groups:
         text = f"{len(groups)} of {len(e.datums)} datums begin with the prompt of another group"
-        yield Cause("wrong group", 1.0, text, {"datums": len(groups)})
-    elif e.foreign:
-        text = f"{len(e.foreign)} of {len(e.datums)} datums have other tokens than their sample"
-        yield Cause("BOS or template", AMBIGUOUS_SCORE, text, {"datums": len(e.foreign)})
-        yield Cause(
+        yield CauseFinding("wrong group", 1.0, text, {"datums": len(groups)})
+    elif e.other_tokens_from:
+        text = f"{len(e.other_tokens_from)} of {len(e.datums)} datums have other tokens than their sample"
+        yield CauseFinding(
+            "BOS or template", AMBIGUOUS_SCORE, text, {"datums": len(e.other_tokens_from)}
+        )
+        yield CauseFinding(
             "wrong group",
             MIN_LIKELY,
             f"{text}, of another step perhaps",
-            {"datums": len(e.foreign)},
+            {"datums": len(e.other_tokens_from)},
         )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #e292d380
@@ -204,7 +206,7 @@ def from_place(e: Evidence, row: int, width: int) -> np.ndarray:
 def source_of_row(e: Evidence, row: int, tried: np.ndarray, doubtful: np.ndarray) -> int:
     "Which line of (M, width) gaps fits the doubtful tokens of a row best; of equals its own, or the same sample's."
     over = np.where(
-        doubtful & np.isfinite(tried), np.maximum(np.abs(tried) - tolerance(e), 0), np.nan
+        doubtful & np.isfinite(tried), np.maximum(np.abs(tried) - token_tolerance(e), 0), np.nan
     )
     count = np.isfinite(over).sum(axis=1)
     enough = count * 2 >= np.maximum(doubtful.sum(axis=1), 2)
@@ -217,25 +219,27 @@ def source_of_row(e: Evidence, row: int, tried: np.ndarray, doubtful: np.ndarray
     return min(equal, key=lambda k: (k != row, other(k)), default=row)
 
 
-def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause]:
+def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[CauseFinding]:
     "Rows, or whole groups, have the numbers of others."
     s = by_row(e, e.s, width)
     p = by_row(e, e.p, width)
     left = s - p
     moved = dict[int, int]()
-    off = np.flatnonzero((np.abs(left) > tolerance(e)).any(axis=1))[:limit].tolist()
+    off = np.flatnonzero((np.abs(left) > token_tolerance(e)).any(axis=1))[:limit].tolist()
     for row in off:
         tried = np.concatenate([s[row] - p, from_place(e, row, width) - p[row]])
         doubtful = np.repeat([s[row] < np.log(MIN_SURE), p[row] < np.log(MIN_SURE)], len(p), axis=0)
         best = source_of_row(e, row, tried, doubtful)
-        if best != row and explained(left[row], tried[best], tolerance(e)) >= MIN_SURE:
+        if best != row and explained(left[row], tried[best], token_tolerance(e)) >= MIN_SURE:
             moved[row], left[row] = best % len(p), tried[best]
 
     def different(rows):
         return len({e.datums[row].tokens.tobytes() for row in rows})
 
     # by chance, in nats
-    fits = np.isin(e.row[np.abs(e.gap) > tolerance(e)], [*moved]).sum() * np.log(tolerance(e))
+    fits = np.isin(e.row[np.abs(e.gap) > token_tolerance(e)], [*moved]).sum() * np.log(
+        token_tolerance(e)
+    )
     # a coarse precision lets some row fit a token or two
     clear = fits + len(moved) * np.log(len(p)) < np.log(MAX_CHANCE)
     # by chance, some are taken twice
@@ -262,7 +266,7 @@ def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause
         yield replace(result, score=max(result.score, least))
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5e2b35a8
-def wrong_number_format(e: Evidence) -> Iterator[Cause]:
+def wrong_number_format(e: Evidence) -> Iterator[CauseFinding]:
     "How the sampler's numbers were written down, if that alone is wrong."
     rows = np.split(e.p, np.flatnonzero(np.diff(e.row)) + 1)
     averages, sums = (
@@ -283,15 +287,15 @@ def wrong_number_format(e: Evidence) -> Iterator[Cause]:
         result = score_prediction(e, NONE, e.s - series, f"the sampler's numbers are {name}")
         if result.score >= MIN_SURE:
             yield result
-    off = np.abs(e.gap) > tolerance(e)
+    off = np.abs(e.gap) > token_tolerance(e)
     if (
         MIN_TOKENS_OFF <= off.sum() < len(off)
         and np.ptp(e.s[off]) < 1e-7
-        and np.ptp(e.p[off]) > tolerance(e)
+        and np.ptp(e.p[off]) > token_tolerance(e)
     ):
         value = float(e.s[off][0])
         text = f"all that is off says {value:.4g}: a number that was filled in, or a limit"
-        yield Cause(
+        yield CauseFinding(
             "filled in" if value == 0 else NONE, 1.0 if value < 0 else AMBIGUOUS_SCORE, text
         )
     reported = e.s[np.isfinite(e.s) & (e.s != 0)]
@@ -340,37 +344,39 @@ def by_chance(places: Sequence[tuple[np.ndarray, np.ndarray]], trials: int = 199
     return float((left <= left[0] + 1e-9).mean())
 
 
-def other_logits(e: Evidence) -> Iterator[Cause]:
+def without_shared(
+    places: Sequence[tuple[np.ndarray, np.ndarray]], temperature: float
+) -> np.ndarray:
+    "The gaps at a temperature, end to end, each less the mean of its place."
+    gaps = [s - p / temperature for s, p in places]
+    return np.concatenate([gap - gap.mean() for gap in gaps])
+
+
+def other_logits(e: Evidence) -> Iterator[CauseFinding]:
     "What the tokens of one place say, as far as both sides scored them."
     places = both_scored(e)
     if len(places) < 2 or not differs(e):
         return
     agreed_temperature = e.provenance.trainer_temperature or 1.0  # at which the two should agree
-    before = np.concatenate(
-        [s - p / agreed_temperature - (s - p / agreed_temperature).mean() for s, p in places]
-    )
-    if not beyond(before, coarsest(e)):
+    if not beyond(without_shared(places, agreed_temperature), coarser_rounding(e)):
         if agreed_temperature == 1:  # elsewhere all differ by what makes probabilities of them
             yield from one_level(e, np.array([(s - p).mean() for s, p in places]))
         return
-    judges = [(a, places[k::2]) for k in (0, 1) for a in [sharpness_of(places[1 - k :: 2])]]
-    left = np.concatenate([s - a * p - (s - a * p).mean() for a, half in judges for s, p in half])
-    before = np.concatenate(
-        [
-            s - p / agreed_temperature - (s - p / agreed_temperature).mean()
-            for _, half in judges
-            for s, p in half
-        ]
-    )
-    shared = np.array([(s - a * p).mean() for a, half in judges for s, p in half])
-    gone = explained(before, left, tolerance(e))
+    # the factor of each half is tested on the other
+    even, odd = places[::2], places[1::2]
+    factors = [sharpness_of(odd)] * len(even) + [sharpness_of(even)] * len(odd)
+    tested = [s - a * p for a, (s, p) in zip(factors, [*even, *odd], strict=True)]
+    shared = np.array([gap.mean() for gap in tested])
+    left = np.concatenate([gap - gap.mean() for gap in tested])
+    before = without_shared([*even, *odd], agreed_temperature)
+    gone = explained(before, left, token_tolerance(e))
     sharpness = sharpness_of(places)
     # without a shared number it is another logarithm
-    possible = sharpness > 1 / MAX_TEMPERATURE and beyond(shared, floor(e))
+    possible = sharpness > 1 / MAX_TEMPERATURE and beyond(shared, finer_rounding(e))
     if gone >= MIN_SURE and possible and by_chance(places) <= MAX_CHANCE:
         t = 1 / sharpness
         text = f"the sampler sampled at temperature {t:.2f}; scoring at {t:.2f} closes the gap"
-        yield Cause(
+        yield CauseFinding(
             "temperature",
             gone,
             text,
@@ -378,9 +384,9 @@ def other_logits(e: Evidence) -> Iterator[Cause]:
         )
 
 
-def one_level(e: Evidence, level: np.ndarray) -> Iterator[Cause]:
+def one_level(e: Evidence, level: np.ndarray) -> Iterator[CauseFinding]:
     "All tokens of a place differ by one number, (places,): by the mass that one side has cut off."
-    tol = tolerance(e)
+    tol = token_tolerance(e)
     for side, high in (("sampler", level), ("trainer", -level)):
         if (high > -tol).all() and (high > tol).any():
             below = excess(np.minimum(e.gap if side == "sampler" else -e.gap, 0), tol) / max(
@@ -389,23 +395,25 @@ def one_level(e: Evidence, level: np.ndarray) -> Iterator[Cause]:
             most = 1 - float(np.exp(-high.max()))
             text = f"tokens of one place are higher for the {side} by one number, as if up to {most:.0%} were cut"
             # and not the signs of many
-            noise = high.max() <= floor(e).largest and 2.0 ** -(high > tol).sum() > MAX_CHANCE
+            noise = (
+                high.max() <= finer_rounding(e).largest and 2.0 ** -(high > tol).sum() > MAX_CHANCE
+            )
             score = max(0.0, 1 - below) * (AMBIGUOUS_SCORE if noise else 1)
-            yield Cause("top-p or top-k", score, text, {"below": below, "kept": 1 - most})
+            yield CauseFinding("top-p or top-k", score, text, {"below": below, "kept": 1 - most})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5c0a361e
-def other_temperature(e: Evidence) -> Iterator[Cause]:
+def other_temperature(e: Evidence) -> Iterator[CauseFinding]:
     "The record says that tokens were sampled at another temperature than the one at which both sides score them."
     sampled = e.provenance.sampler_temperature
     scored = e.provenance.trainer_temperature
     if not differs(e) and sampled and scored and sampled != scored:  # 0 is greedy
         text = f"both sides score at {scored:g} and agree, but the tokens were sampled at {sampled:g}, as recorded"
-        yield Cause(
+        yield CauseFinding(
             "temperature", 1.0, f"{text}: their logprobs are not those that they were sampled with"
         )
 
 
-def from_series(e: Evidence) -> Iterator[Cause]:
+def from_series(e: Evidence) -> Iterator[CauseFinding]:
     "A temperature, or a cut, from the two series and what is claimed of them."
     claimed = {
         x
@@ -413,17 +421,23 @@ def from_series(e: Evidence) -> Iterator[Cause]:
         if x is not None
     }
     if len(claimed) > 1:
-        yield Cause("temperature", AMBIGUOUS_SCORE, f"sampled and scored at {sorted(claimed)}")
-    elif explained(e.gap, e.flat(e.raw) - e.p, tolerance(e)) >= MIN_SURE:  # a cut lowers none
-        cause = "temperature" if beyond(np.minimum(e.gap, 0), floor(e)) else "top-p or top-k"
-        yield Cause(
+        yield CauseFinding(
+            "temperature", AMBIGUOUS_SCORE, f"sampled and scored at {sorted(claimed)}"
+        )
+    elif explained(e.gap, e.flat(e.raw) - e.p, token_tolerance(e)) >= MIN_SURE:  # a cut lowers none
+        cause = (
+            "temperature" if beyond(np.minimum(e.gap, 0), finer_rounding(e)) else "top-p or top-k"
+        )
+        yield CauseFinding(
             cause,
             AMBIGUOUS_SCORE,
             "the sampler's raw logprobs are the trainer's, and its others are not",
         )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2cab0719
-MAX_FALSE_ALARM_RATE = 1e-4  # probability that chance alone looks like a cause
+MAX_FALSE_ALARM_RATE = (
+    1e-4  # probability that chance alone looks like one of the three alternatives
+)
 MIN_GAIN = -float(np.log(MAX_FALSE_ALARM_RATE))  # nats
 INVERSE_TEMPERATURES = np.delete(np.geomspace(1 / 8, 64, 109), 36)  # 1/T, without 1
 # share of "something else" that is still sampled
@@ -464,7 +478,7 @@ def gains(r: Resample, half: int, tol: float) -> dict[str, np.ndarray]:
     )
     seen = np.r_[counts, rest]
     total = prior.sum(axis=1)
-    loose = (
+    other_odds = (
         log_gamma(total)
         - log_gamma(total + seen.sum())
         + (log_gamma(prior + seen) - log_gamma(prior)).sum(axis=1)
@@ -472,7 +486,7 @@ def gains(r: Resample, half: int, tol: float) -> dict[str, np.ndarray]:
     return {
         "temperature": of_named[1:] - of_named[0],
         "top-p or top-k": cut - claim,
-        NONE: loose - claim,
+        NONE: other_odds - claim,
     }
 
 
@@ -481,14 +495,14 @@ def resample_gains(e: Evidence) -> dict[str, tuple[float, int]]:
     gains_by_cause = dict[str, tuple[float, int]]()
     for cause in ("temperature", "top-p or top-k", NONE) if e.resamples else ():
         halves = np.array(
-            [sum(gains(r, half, tolerance(e))[cause] for r in e.resamples) for half in (0, 1)]
+            [sum(gains(r, half, token_tolerance(e))[cause] for r in e.resamples) for half in (0, 1)]
         )
         mean = np.logaddexp.reduce(halves, axis=None) - np.log(halves.size)
         gains_by_cause[cause] = float(mean), int(halves.sum(axis=0).argmax())
     return gains_by_cause
 
 
-def sampled_otherwise(e: Evidence) -> Iterator[Cause]:
+def sampled_otherwise(e: Evidence) -> Iterator[CauseFinding]:
     "Tokens that were sampled again have other odds than the sampler reports."
     gains_by_cause = {
         cause: (gain, best) for cause, (gain, best) in resample_gains(e).items() if gain > MIN_GAIN
@@ -508,7 +522,7 @@ def sampled_otherwise(e: Evidence) -> Iterator[Cause]:
         NONE: "other odds, of no temperature or cut",
     }
     text = f"{n} tokens sampled again fit {named.get(cause, 'a cut')} better than the reported probabilities, by {gain:.0f} nats"
-    yield Cause(cause, 1.0, text, {"tokens": n, "nats": gain})
+    yield CauseFinding(cause, 1.0, text, {"tokens": n, "nats": gain})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #3a28c39e
 CONTEXTS = {  # first words of a control: its cause
@@ -523,7 +537,7 @@ CONTEXTS = {  # first words of a control: its cause
 }
 
 
-def other_text(e: Evidence) -> Iterator[Cause]:
+def other_text(e: Evidence) -> Iterator[CauseFinding]:
     "One side reads another text, or other ids: what this changes is the gap, whatever was learned since."
     for side, recorded, other_series in (("policy", e.p, e.s), ("sampler", e.s, e.p)):
         wanted = other_series + np.nan_to_num(e.flat(f"{side}, as recorded") - recorded)
@@ -540,7 +554,7 @@ def other_text(e: Evidence) -> Iterator[Cause]:
                     for name in tried
                     if (x := e.controls[name][row]) is not None
                 }
-                name = min(fresh, key=lambda x: excess(wanted[at] - fresh[x], tolerance(e)))
+                name = min(fresh, key=lambda x: excess(wanted[at] - fresh[x], token_tolerance(e)))
                 left[at] = wanted[at] - fresh[name]
                 used[name.partition(", ")[2]] = None
             if used:
@@ -553,7 +567,7 @@ def other_text(e: Evidence) -> Iterator[Cause]:
                 )
 
 
-def vocabulary(e: Evidence) -> Iterator[Cause]:
+def vocabulary(e: Evidence) -> Iterator[CauseFinding]:
     "The trainer is more surprised by the sampler's tokens than a model that knows nothing."
     ids = e.provenance.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
     known = np.isfinite(e.gap)
@@ -562,7 +576,9 @@ def vocabulary(e: Evidence) -> Iterator[Cause]:
     if differs(e) and absurd.sum() >= MIN_TOKENS_OFF:
         at = np.flatnonzero(absurd).tolist()
         text = f"{len(at)} tokens are less likely than 1 in {ids} for the trainer, which is {share:.0%} of the gap"
-        yield Cause("vocabulary", AMBIGUOUS_SCORE * share, text, {"tokens": len(at)}, tuple(at))
+        yield CauseFinding(
+            "vocabulary", AMBIGUOUS_SCORE * share, text, {"tokens": len(at)}, tuple(at)
+        )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2232c9eb
 # how many times the difference of two scorings a gap may be: both are means of a few large values
@@ -587,19 +603,21 @@ def max_pair_diff(pairs: Sequence[np.ndarray], series: np.ndarray) -> tuple[floa
     return float(diffs[alike].max(initial=0.0)), float(diffs[~alike].max(initial=0.0))
 
 
-def repeated(e: Evidence) -> Iterator[Cause]:
+def repeated(e: Evidence) -> Iterator[CauseFinding]:
     "The trainer differs from itself when it scores the same datums again, or alone."
     if "policy again" not in e.controls:
         return
     twice = e.flat("policy again") - e.flat("policy")
     alone = e.flat("policy alone") - e.flat("policy")
-    if beyond(twice, floor(e)):
+    if beyond(twice, finer_rounding(e)):
         share = min(
             1.0,
-            NOISE_FACTOR * excess(twice, tolerance(e)) / max(excess(e.gap, tolerance(e)), 1e-12),
+            NOISE_FACTOR
+            * excess(twice, token_tolerance(e))
+            / max(excess(e.gap, token_tolerance(e)), 1e-12),
         )
         text = f"scored twice, the same datums differ by up to {size(twice).largest:.2g} nats"
-        yield Cause("dropout", share, text, {"twice": size(twice).largest})
+        yield CauseFinding("dropout", share, text, {"twice": size(twice).largest})
     elif beyond(alone, rounding(e.provenance.trainer_dtype or "float32")):
         result = score_prediction(
             e,
@@ -610,32 +628,34 @@ def repeated(e: Evidence) -> Iterator[Cause]:
         yield result
         if result.score < MIN_SURE:
             text = "rows alone and among others differ, and neither is the sampler's: a fixed seed, perhaps"
-            yield Cause("dropout", MIN_LIKELY, text)
+            yield CauseFinding("dropout", MIN_LIKELY, text)
 
 
-def self_contradiction(e: Evidence) -> Iterator[Cause]:
+def self_contradiction(e: Evidence) -> Iterator[CauseFinding]:
     "The same of a record: between rows that begin alike, or between the pass with gradients and the pass before it."
     pairs = repeated_prefix_pairs(e)
-    allowed = floor(e).largest
+    allowed = finer_rounding(e).largest
     off = e.flat(e.gradients) - e.p
     if "policy again" not in e.controls and max(max_pair_diff(pairs, e.s)) <= allowed < max(
         max_pair_diff(pairs, e.p)
     ):
         same, other = max_pair_diff(pairs, e.p)
         text = f"the same token behind the same prefix differs by up to {max(same, other):.2g} nats for the trainer"
-        yield Cause(
+        yield CauseFinding(
             "dropout" if same > allowed else "padding side",
             AMBIGUOUS_SCORE,
             text,
             {"largest": max(same, other)},
         )
-    if beyond(off, floor(e)) and not differs(e):
+    if beyond(off, finer_rounding(e)) and not differs(e):
         same, other = max_pair_diff(pairs, e.flat(e.gradients))
         text = f"with the same weights the pass with gradients differs by up to {size(off).largest:.2g} nats"
-        yield Cause("padding side" if same <= allowed < other else "dropout", AMBIGUOUS_SCORE, text)
+        yield CauseFinding(
+            "padding side" if same <= allowed < other else "dropout", AMBIGUOUS_SCORE, text
+        )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #878dc9b7
-def stale_weights(e: Evidence) -> Iterator[Cause]:
+def stale_weights(e: Evidence) -> Iterator[CauseFinding]:
     "The sampler sampled with older weights than the trainer scored with."
     series = e.controls.get("reference", [d.ref_logprobs for d in e.datums])
     if not e.provenance.untrained and any(x is not None for x in series):
@@ -643,7 +663,7 @@ def stale_weights(e: Evidence) -> Iterator[Cause]:
             e, "stale weights", e.s - e.flat(series), "the sampler says what the reference says"
         )
     t = e.provenance.trainer_temperature or 1.0
-    tol = tolerance(e)
+    tol = token_tolerance(e)
     # it may have learned since
     today = np.where(np.isfinite(e.flat("policy")), e.flat("policy"), e.p)
     if "sampler synced" in e.controls:
@@ -661,7 +681,7 @@ def stale_weights(e: Evidence) -> Iterator[Cause]:
         if excess(after - before, tol) > (1 - MIN_SURE) * excess(e.gap, tol):
             moved = size(after - before).mean
             text = f"a sync changes what the sampler says, by {moved:.2g} nats per token: it was behind"
-            yield Cause("stale weights", MIN_LIKELY, text)
+            yield CauseFinding("stale weights", MIN_LIKELY, text)
     since = explained(e.gap, nearest_at(e.flat("sampler"), t, today) - today, tol)
     scored = np.where(
         np.isfinite(e.flat("sampler synced")), e.flat("sampler synced"), e.flat("sampler")
@@ -669,9 +689,9 @@ def stale_weights(e: Evidence) -> Iterator[Cause]:
     # of a token that is sampled again; NaN = not known
     resampled_change = e.flat("sampler resampled") - scored
     if since >= MIN_SURE and any(
-        np.logaddexp.reduce(r.claimed) > coarsest(e).largest for r in e.resamples
+        np.logaddexp.reduce(r.claimed) > coarser_rounding(e).largest for r in e.resamples
     ):
-        yield Cause(
+        yield CauseFinding(
             NONE,
             AMBIGUOUS_SCORE,
             "what the sampler says of the tokens of one place adds up to more than 1",
@@ -682,21 +702,23 @@ def stale_weights(e: Evidence) -> Iterator[Cause]:
         > MIN_LIKELY * size(e.gap[np.isfinite(resampled_change)]).mean
     ):
         text = "it scores given tokens as the trainer does; when it samples, it reads another prompt, or changes the odds"
-        yield Cause("BOS or template", MIN_LIKELY, text)
+        yield CauseFinding("BOS or template", MIN_LIKELY, text)
         if not e.provenance.untrained:
-            yield Cause(
+            yield CauseFinding(
                 "stale weights",
                 GUESS_SCORE,
                 "when it samples, it may read a cache that older weights have filled",
             )
     elif since >= MIN_SURE:
         text = "the sampler says today what the trainer says, and not what it sampled with"
-        yield Cause("stale weights", MIN_LIKELY, text)
+        yield CauseFinding("stale weights", MIN_LIKELY, text)
     versions = {
         x for x in (e.provenance.trainer_version, e.provenance.sampler_version) if x is not None
     }
     if len(versions) > 1 and differs(e) and "sampler" not in e.controls:
-        yield Cause("stale weights", AMBIGUOUS_SCORE, f"versions {sorted(versions)} of the weights")
+        yield CauseFinding(
+            "stale weights", AMBIGUOUS_SCORE, f"versions {sorted(versions)} of the weights"
+        )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #3ee7f404
 GUESS_SCORE = 0.3  # nothing speaks against it
@@ -707,12 +729,12 @@ HALF_PRECISION_GAP = Rounding(0.02, 0.25)
 MAX_STEP_RATIO = 10.0
 
 
-def dtype_or_batching(e: Evidence) -> Iterator[Cause]:
+def dtype_or_batching(e: Evidence) -> Iterator[CauseFinding]:
     "Rounding of one side: small, and without a direction."
     dtypes = sorted({d for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d})
     gap = e.gap[np.isfinite(e.gap)]
     centred = len(gap) > 1 and abs(gap.mean()) < max(
-        MAX_STANDARD_ERRORS * gap.std() / len(gap) ** 0.5, tolerance(e)
+        MAX_STANDARD_ERRORS * gap.std() / len(gap) ** 0.5, token_tolerance(e)
     )
     again = (
         e.flat("sampler") - e.flat("policy")
@@ -720,7 +742,7 @@ def dtype_or_batching(e: Evidence) -> Iterator[Cause]:
         else e.gap
     )
     # arithmetic is there whenever it is asked
-    stays = not np.isfinite(again).any() or beyond(again, floor(e))
+    stays = not np.isfinite(again).any() or beyond(again, finer_rounding(e))
     if (
         differs(e)
         and centred
@@ -741,10 +763,10 @@ def dtype_or_batching(e: Evidence) -> Iterator[Cause]:
             where = f" ({' and '.join(dtypes)})"
         text = f"small, and without a direction: {size(gap).mean:.2g} nats on average{where}"
         known = "policy" in e.controls or len(dtypes) > 1 or alike
-        yield Cause("dtype or batching", AMBIGUOUS_SCORE if known else GUESS_SCORE, text)
+        yield CauseFinding("dtype or batching", AMBIGUOUS_SCORE if known else GUESS_SCORE, text)
 
 
-def unexplained_gap(e: Evidence) -> Iterator[Cause]:
+def unexplained_gap(e: Evidence) -> Iterator[CauseFinding]:
     "What a record alone leaves open."
     if not differs(e) or "policy" in e.controls:
         return
@@ -759,7 +781,7 @@ def unexplained_gap(e: Evidence) -> Iterator[Cause]:
         left = ["BOS or template"]
         text = f"{text}, though the policy is still its reference"
     # of the trainer, in rows that begin alike
-    if len(a) < MIN_TOKENS_OFF or beyond(e.p[a] - e.p[b], floor(e)):
+    if len(a) < MIN_TOKENS_OFF or beyond(e.p[a] - e.p[b], finer_rounding(e)):
         left.append("dropout")
     for k, cause in enumerate(left):
         score = GUESS_SCORE / 2 if k else AMBIGUOUS_SCORE if e.provenance.agreed else GUESS_SCORE
@@ -768,20 +790,20 @@ def unexplained_gap(e: Evidence) -> Iterator[Cause]:
             if left == ["BOS or template"]
             else ""
         )
-        yield Cause(cause, score, f"{text}{prompt}; the record alone cannot tell")
+        yield CauseFinding(cause, score, f"{text}{prompt}; the record alone cannot tell")
 
 
-def no_mismatch(e: Evidence) -> Iterator[Cause]:
+def no_mismatch(e: Evidence) -> Iterator[CauseFinding]:
     "Every difference is within the tolerance."
     if differs(e) or not np.isfinite(e.gap).all():
         return
-    text = f"{(np.abs(e.gap) > tolerance(e)).mean():.0%} of the tokens differ by more than {tolerance(e):.1g} nats"
+    text = f"{(np.abs(e.gap) > token_tolerance(e)).mean():.0%} of the tokens differ by more than {token_tolerance(e):.1g} nats"
     if e.provenance.raw:
         text += (
             "; raw logprobs: whether the settings cut or penalise as they should is not looked at"
         )
     n = int(sum(r.counts.sum() for r in e.resamples))
-    yield Cause(
+    yield CauseFinding(
         NO_MISMATCH,
         1.0,
         text + (f"; {n} tokens sampled again fit the reported probabilities" if n else ""),

@@ -56,27 +56,27 @@ from rl_notebook.insight.doctor.evidence import (
     AMBIGUOUS_SCORE,
     MIN_SURE,
     Evidence,
-    Cause,
+    CauseFinding,
     Resample,
     beyond,
     differs,
-    floor,
+    finer_rounding,
     gather,
     localize_mismatch,
     noise_floor,
     size,
-    tolerance,
+    token_tolerance,
 )
 from ...runs.records import StepRecord, expect, html_table
 from ...core.gaps import ROUNDING, Rounding
 
 # %% auto #0
-__all__ = ['Hypothesis', 'GAP_FREE_HYPOTHESES', 'GAP_HYPOTHESES', 'HYPOTHESES', 'Diagnosis', 'diagnose']
+__all__ = ['Hypothesis', 'GAP_FREE_HYPOTHESES', 'GAP_HYPOTHESES', 'Diagnosis', 'diagnose']
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #5306cdfb
-Hypothesis = Callable[[Evidence], Iterable[Cause]]
+Hypothesis = Callable[[Evidence], Iterable[CauseFinding]]
 # asked of every step; the others only where trainer and sampler differ
-GAP_FREE_HYPOTHESES: tuple[Hypothesis, ...] = (
+GAP_FREE_HYPOTHESES: list[Hypothesis] = [
     no_mismatch,
     mask_leak,
     non_finite,
@@ -86,8 +86,8 @@ GAP_FREE_HYPOTHESES: tuple[Hypothesis, ...] = (
     sampled_otherwise,
     repeated,
     self_contradiction,
-)
-GAP_HYPOTHESES: tuple[Hypothesis, ...] = (
+]
+GAP_HYPOTHESES: list[Hypothesis] = [
     shift,
     moved_rows,
     wrong_number_format,
@@ -98,8 +98,7 @@ GAP_HYPOTHESES: tuple[Hypothesis, ...] = (
     dtype_or_batching,
     vocabulary,
     unexplained_gap,
-)
-HYPOTHESES = GAP_FREE_HYPOTHESES + GAP_HYPOTHESES
+]
 _SEEN = 0.005  # a score below which a finding is folded
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #630e634c
@@ -119,7 +118,7 @@ def shown_tokens(e: Evidence, positions: Sequence[int], limit: int = 5) -> tuple
     "The tokens at these compared positions, or, without any, those with the largest gaps beyond the tolerance."
     if not len(positions):
         gap = np.nan_to_num(np.abs(e.gap))
-        tol = tolerance(e)
+        tol = token_tolerance(e)
         positions = [int(k) for k in np.argsort(-gap, kind="stable")[:limit] if gap[k] > tol]
 
     def place(k):
@@ -143,7 +142,7 @@ class Diagnosis:
     numbers: Mapping[str, float]
     tokens: tuple[TokenGap, ...]  # that show it
     fix: str
-    findings: tuple[Cause, ...]  # of all hypotheses, best first
+    findings: tuple[CauseFinding, ...]  # of all hypotheses, best first
     undecided: tuple[str, ...] = ()  # other causes that explain it nearly as well
     tolerance: Rounding = ROUNDING["float32"]  # what was taken for rounding
     noise_floor: float | None = None  # nats, as measured; None = it was not
@@ -219,9 +218,9 @@ class Diagnosis:
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #9b7a7072
 def measured_words(d: Diagnosis) -> str:
     "What the verdict rests on, in a line."
-    floor = "not measured" if d.noise_floor is None else f"{d.noise_floor:.1g}"
+    noise = "not measured" if d.noise_floor is None else f"{d.noise_floor:.1g}"
     parts = [
-        f"largest gap {d.largest:.2g} nats, rounding explains {d.tolerance}; noise floor {floor}"
+        f"largest gap {d.largest:.2g} nats, rounding explains {d.tolerance}; noise floor {noise}"
     ]
     parts += [f"controls: {', '.join(d.controls)}" if d.controls else "from the record alone"]
     return "; ".join([*parts, *(f"{name} failed: {why}" for name, why in d.failed.items())])
@@ -266,32 +265,35 @@ def departs(e: Evidence) -> str:
     again["sampler"] = (
         e.flat("sampler") - e.s if "sampler" in e.controls and at_one else np.zeros(0)
     )
-    off = [side for side, gap in again.items() if beyond(gap, floor(e))]
+    off = [side for side, gap in again.items() if beyond(gap, finer_rounding(e))]
     if not off:
         return "both sides say again what was recorded: two programs, or two models, that compute otherwise"
     today = e.flat("sampler") - e.flat("policy") if len(off) == 2 else np.full(1, np.nan)
-    if np.isfinite(today).any() and not beyond(today, floor(e)):
+    if np.isfinite(today).any() and not beyond(today, finer_rounding(e)):
         return "both have learned since, and agree today: take the update back (loop.undo) and diagnose again"
     return f"scored again, the {' and the '.join(off)} says something else: look at what is done only then"
 
 
-def none_of_these(e: Evidence, best: float) -> Iterator[Cause]:
+def none_of_these(e: Evidence, best: float) -> Iterator[CauseFinding]:
     "What is said when experiments were made, as far as no cause explains the gap."
     if differs(e) and "policy" in e.controls and best < MIN_SURE:
         text = f"{size(e.gap).mean:.2g} nats per token are left, and what comes nearest explains {best:.0%}; {departs(e)}"
         # not all prompts that a server might read were tried
-        yield Cause(NONE, min(1 - best, AMBIGUOUS_SCORE), text)
+        yield CauseFinding(NONE, min(1 - best, AMBIGUOUS_SCORE), text)
 
 
 def rank_causes(e: Evidence) -> Diagnosis:
     "Ask every hypothesis; pure, so the same evidence gives the same diagnosis."
-    asked = [f for ask in (HYPOTHESES if differs(e) else GAP_FREE_HYPOTHESES) for f in ask(e)]
+    hypotheses = [*GAP_FREE_HYPOTHESES, *(GAP_HYPOTHESES if differs(e) else ())]
+    asked = [f for ask in hypotheses for f in ask(e)]
     asked += none_of_these(e, max((f.score for f in asked), default=0.0))
-    strongest = dict[str, Cause]()
+    strongest = dict[str, CauseFinding]()
     for f in sorted(asked, key=lambda f: (f.cause == NO_MISMATCH, -f.score)):
         strongest.setdefault(f.cause, f)
     excluded = [
-        Cause(cause, 0.0, "nothing speaks for it") for cause in FIXES if cause not in strongest
+        CauseFinding(cause, 0.0, "nothing speaks for it")
+        for cause in FIXES
+        if cause not in strongest
     ]
     best, *others = findings = (*strongest.values(), *excluded)
     close = [
@@ -308,7 +310,7 @@ def rank_causes(e: Evidence) -> Diagnosis:
         fix=words_for(e.provenance.sources)(FIXES[best.cause]),
         findings=findings,
         undecided=tuple(cause for cause in close if cause != NO_MISMATCH),
-        tolerance=floor(e),
+        tolerance=finer_rounding(e),
         noise_floor=noise_floor(e),
         largest=size(e.gap).largest,
         controls=tuple(dict.fromkeys(name.partition(",")[0] for name in e.controls)),
@@ -487,7 +489,7 @@ def other_prompts(e: Evidence, row: int, limit: int = 8) -> Iterator[tuple[str, 
 def cut_prompts(e: Evidence, row: int) -> Iterator[tuple[str, list[int]]]:
     "The end of the prompt: as long as a power of two, or as prompts of rows without a gap, or a little longer."
     prompt = prompt_of(e.datums[row])
-    off = {*e.row[np.abs(e.gap) > tolerance(e)].tolist()}
+    off = {*e.row[np.abs(e.gap) > token_tolerance(e)].tolist()}
     agree = (
         len(prompt_of(d)) for r, d in enumerate(e.datums) if d.num_loss_tokens and r not in off
     )
@@ -545,7 +547,7 @@ async def run_context(e: Evidence, backend: Backend, datum_indices: Sequence[int
     ]
     before = (
         backend.reference
-        if e.provenance.untrained and beyond(e.flat("policy") - e.p, floor(e))
+        if e.provenance.untrained and beyond(e.flat("policy") - e.p, finer_rounding(e))
         else None
     )
     scored = {"policy": await (before or backend.policy).forward([d for *_, d in jobs])}
@@ -607,7 +609,7 @@ async def run_resample(
     once = dict[bytes, int]()
     for k in (int(k) for k in np.argsort(doubt, kind="stable") if np.isfinite(doubt[k])):
         once.setdefault(past(k).tobytes(), k)
-    off = [k for k in once.values() if abs(e.gap[k]) > tolerance(e)]
+    off = [k for k in once.values() if abs(e.gap[k]) > token_tolerance(e)]
     # a fault may spare most places
     order = [*dict.fromkeys([*off[: places // 2], *once.values()])][:places]
     heads = [past(k) for k in order]
@@ -699,9 +701,8 @@ async def diagnose(
     *,
     backend: Backend
     | None = None,  # for controls; its policy should have the weights of the trainer logprobs
-    controls: Sequence[str] = tuple(
-        CONTROLS
-    ),  # "sync" gives the sampler the policy's weights, and nothing undoes it
+    controls: Sequence[str]
+    | None = None,  # None = all; "sync" gives the sampler the policy's weights, and nothing undoes it
     untrained: bool
     | None = None,  # whether the policy still equals its reference; None = the record is of step 1
     max_datums: int = 16,  # that controls look at
@@ -715,7 +716,7 @@ async def diagnose(
     Raises RecordError for what is no record, DatumError, AlignmentError or ConfigError for what cannot be compared."""
     if isinstance(source, str) or not isinstance(source, Sequence):
         expect(source, StepRecord, "doctor")
-    chosen = chosen_controls(controls)
+    chosen = chosen_controls([*CONTROLS] if controls is None else controls)
     recorded = isinstance(source, StepRecord) and source.loss is not None
     if trainer_logprobs is None and backend is not None and not recorded:
         trainer_logprobs = await backend.policy.forward(

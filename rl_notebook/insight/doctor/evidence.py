@@ -54,8 +54,8 @@ class Evidence:
     raw: tuple[np.ndarray | None, ...] = ()
     # 1 where the samples' masks say that the policy sampled the token
     sampled_masks: tuple[np.ndarray | None, ...] = ()
-    # datums with other tokens than their sample: whose
-    foreign: Mapping[int, int | None] = field(default_factory=dict)
+    # of datums with other tokens than their sample: datum index -> group whose prompt it begins with; None = none
+    other_tokens_from: Mapping[int, int | None] = field(default_factory=dict)
     # of the pass with gradients, with the weights of the pass before it
     gradients: tuple[np.ndarray | None, ...] = ()
     provenance: SeriesProvenance = SeriesProvenance()
@@ -134,8 +134,9 @@ class Evidence:
         )
         rows = [np.r_[step, d.tokens + 1] for step, d in zip(self.steps, self.datums, strict=True)]
         hashed = [np.cumsum(row * salt[: len(row)]) for row in rows]
+        first = 2 if and_token else 1
         return np.concatenate(
-            [h[1 + and_token :][: len(m)][m] for h, m in zip(hashed, self.mask, strict=True)]
+            [h[first:][: len(m)][m] for h, m in zip(hashed, self.mask, strict=True)]
         )
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #e8eb71a0
@@ -163,13 +164,13 @@ def size(gap: np.ndarray) -> Gap:
     return Gap(float(sizes.mean()), float(sizes.max()), "") if len(sizes) else Gap(0.0, 0.0, "")
 
 
-def floor(e: Evidence) -> Rounding:
+def finer_rounding(e: Evidence) -> Rounding:
     "What rounding explains: the table's for the finer precision."
     named = [rounding(d) for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d]
     return min(named, key=lambda r: r.largest, default=rounding("float32"))
 
 
-def coarsest(e: Evidence) -> Rounding:
+def coarser_rounding(e: Evidence) -> Rounding:
     "What the coarser of the two precisions explains."
     named = [rounding(d) for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d]
     return max(named, key=lambda r: r.largest, default=rounding("float32"))
@@ -182,12 +183,12 @@ def beyond(gap: np.ndarray, allowed: Rounding) -> bool:
 
 def differs(e: Evidence) -> bool:
     "Whether trainer and sampler differ by more than rounding."
-    return beyond(e.gap, floor(e))
+    return beyond(e.gap, finer_rounding(e))
 
 
-def tolerance(e: Evidence) -> float:
+def token_tolerance(e: Evidence) -> float:
     "Nats: a difference of one token up to this counts as rounding."
-    allowed = floor(e)
+    allowed = finer_rounding(e)
     return min(allowed.largest, 2 * allowed.mean)
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #2bafb04f
@@ -205,7 +206,7 @@ def explained(before: np.ndarray, after: np.ndarray, tol: float) -> float:
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #b9bc8cbe
 @dataclass(frozen=True)
-class Cause:
+class CauseFinding:
     "A cause, and what speaks for it."
 
     cause: str  # a key of FIXES
@@ -224,16 +225,16 @@ MIN_TOKENS_OFF = 3  # tokens beyond the tolerance that a prediction needs to be 
 
 def score_prediction(
     e: Evidence, cause: str, left: np.ndarray, text: str, noisy: bool = False, **numbers: float
-) -> Cause:
+) -> CauseFinding:
     "The score of a prediction that leaves `left` of the gap, (K,), NaN = it says nothing of a token; `noisy` = it may leave noise."
-    off = np.isfinite(left) & (np.abs(e.gap) > tolerance(e))
-    gone = explained(e.gap, left, tolerance(e)) if off.sum() >= MIN_TOKENS_OFF else 0.0
+    off = np.isfinite(left) & (np.abs(e.gap) > token_tolerance(e))
+    gone = explained(e.gap, left, token_tolerance(e)) if off.sum() >= MIN_TOKENS_OFF else 0.0
     # what the policy has learned since the step
     since = size(e.flat("policy") - e.p)
-    allowed = coarsest(e)
+    allowed = coarser_rounding(e)
     most = Rounding(max(allowed.mean, 2 * since.mean), max(allowed.largest, 2 * since.largest))
     right = gone >= MIN_SURE and (noisy or not beyond(left, most))
-    return Cause(
+    return CauseFinding(
         cause, gone if right else gone / 2, f"{text}: {gone:.0%} of the gap is gone", numbers
     )
 
@@ -280,7 +281,10 @@ def read_provenance(record: StepRecord, untrained: bool | None) -> SeriesProvena
 
 
 def fit_length(d: Datum, series: np.ndarray, fill: float) -> np.ndarray:  # (N-1,)
-    "A sample's series at the length of its datum, which may have been cut, or padded."
+    """A sample's series at the length of its datum.
+
+    The doctor also looks at datums of other trainers, which may have cut their sample or padded it. What was padded has
+    no value in the sample, so it gets `fill`."""
     room = len(d.weights)
     return np.r_[series[:room], np.full(max(0, room - len(series)), fill)]
 
@@ -299,7 +303,7 @@ def from_samples(record: StepRecord) -> SampleSeries:
     }
     raw: list[np.ndarray | None] = []
     sampled_masks: list[np.ndarray | None] = []
-    foreign: dict[int, int | None] = {}
+    other_tokens_from: dict[int, int | None] = {}
     for row, d in enumerate(record.datums):
         s = samples.get((d.group, d.sample))
         if (
@@ -317,7 +321,7 @@ def from_samples(record: StepRecord) -> SampleSeries:
                 for g, p in prompts.items()
                 if p != prompts[d.group] and d.tokens[: len(p)].tolist() == p
             )
-            foreign[row] = next(of, None)
+            other_tokens_from[row] = next(of, None)
             s = None
         raw.append(None)
         if s is not None and s.raw_logprobs is not None and d.sampler_logprobs is not None:
@@ -326,7 +330,7 @@ def from_samples(record: StepRecord) -> SampleSeries:
             if np.allclose(sampled, d.sampler_logprobs[d.active], equal_nan=True):
                 raw[-1] = fit_length(d, s.raw_logprobs[1:], np.nan)
         sampled_masks.append(None if s is None else fit_length(d, s.loss_mask[1:], 0))
-    return tuple(raw), tuple(sampled_masks), foreign
+    return tuple(raw), tuple(sampled_masks), other_tokens_from
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #07a072e4
 def at_temperature(
@@ -421,7 +425,7 @@ def gather(
             record.origin
             and untrained is None
             and np.isfinite(moved).all()
-            and not beyond(moved, floor(e))
+            and not beyond(moved, finer_rounding(e))
         ):
             e = replace(e, provenance=replace(provenance, untrained=True))
     else:
@@ -528,7 +532,7 @@ def localize_mismatch(e: Evidence, tokenizer: Any = None) -> str:
     if allowed.explains(size(e.gap)):
         return f"the gap cannot be located: it may be rounding ({e.provenance.trainer_dtype or 'dtype unknown'})"
     once = np.isfinite(e.gap) & ~pd.Series(e.prefix_hashes(True)).duplicated().to_numpy()
-    in_steps = np.floor(np.abs(e.gap) / tolerance(e))  # a step: what rounding explains
+    in_steps = np.floor(np.abs(e.gap) / token_tolerance(e))  # a step: what rounding explains
     table: Any = pd.DataFrame({"gap": in_steps, **followed}, index=e.row)[once].astype(float)
     ranks = within_rows(table.groupby(level=0).rank(pct=True))
     tried = [name for name in followed if np.ptp(ranks[name]) > 1e-9]
