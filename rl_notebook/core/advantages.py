@@ -174,7 +174,7 @@ def with_advantages(
 ) -> list[PromptGroup]:
     """The same groups with `advantages` filled in; 0 for a sample that lost all its siblings.
 
-    Raises `RewardError` for a group of one sample under a scale that compares samples.
+    Raises `RewardError` for a group that had one sample from the beginning, whatever the scale.
     """
     for g in groups:
         if len(g.run_starts) == 1 and not g.dropped:

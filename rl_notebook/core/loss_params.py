@@ -64,7 +64,7 @@ class LossParams:
     # weight of the reward in a token's advantage, next to `teacher_coeff`; 0 = the teacher alone
     reward_coeff: NotNegative = 1.0
     kl_estimator: KLEstimator = "k3"  # per-token estimate of the KL, always with gradient
-    # multiply the KL term by the token ratio, as TRL does by default
+    # multiply the KL term by the ratio of the loss (of the token; of the sequence with gspo), as TRL does by default
     kl_bias_correction: Bool = False
     # weight of the bonus for the policy's exact entropy at trained tokens; 0 = none
     entropy_coeff: NotNegative = 0.0

@@ -931,7 +931,8 @@ def _ratio_metrics(tokens: ActiveTokens, options: LossOptions) -> dict[str, floa
 def _sampler_metrics(tokens: ActiveTokens, options: LossOptions) -> dict[str, float]:
     "Trainer against sampler: gap, KL, perplexity, effective sample size; and the correction before and after its cap."
     assert tokens.sampler_logprobs is not None
-    # what this step's earlier updates moved is no mismatch
+    # logprobs from before the step's first update, so that its own updates count as no mismatch; with
+    # anchor="rollout" there are none, and the current policy is compared: its updates count, too
     before = tokens.policy_logprobs if options.anchor == "rollout" else tokens.old_logprobs
     log_weight = (before - tokens.sampler_logprobs).double()
     gap = log_weight.abs()

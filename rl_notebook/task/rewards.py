@@ -488,7 +488,7 @@ class RewardFn:
 
     @property
     def is_built_in(self) -> bool:
-        "Whether the function is one of this package; these end within a second."
+        "Whether the function is one of this package. These end within a second, but for `MathVerify`, which has its own limit."
         return str(getattr(innermost(self.function), "__module__", "")).startswith("rl_notebook.")
 
     @property

@@ -435,9 +435,8 @@ def from_series(e: Evidence) -> Iterator[CauseFinding]:
         )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2cab0719
-MAX_FALSE_ALARM_RATE = (
-    1e-4  # probability that chance alone looks like one of the three alternatives
-)
+# probability that chance alone looks like one alternative; there are three
+MAX_FALSE_ALARM_RATE = 1e-4
 MIN_GAIN = -float(np.log(MAX_FALSE_ALARM_RATE))  # nats
 INVERSE_TEMPERATURES = np.delete(np.geomspace(1 / 8, 64, 109), 36)  # 1/T, without 1
 # share of "something else" that is still sampled
