@@ -311,7 +311,7 @@ def test_help(capsys):
     assert all(
         name in text for name in ("--config", "--resume", "weight of the KL term to the reference")
     )
-    assert "what the centred reward is divided by (default: std)" in text
+    assert "how rewards become advantages (default: std)" in text
 
 
 def test_help_and_mistakes_do_not_wait_for_torch():

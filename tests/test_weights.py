@@ -274,8 +274,8 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
         self.all[self.all.index(last)] = other
 
         async def work() -> None:
-            assert not other.weights.gradient
-            assert not self.backend.gradient or not last.weights.gradient
+            assert not other.weights.has_gradient
+            assert not self.backend.gradient or not last.weights.has_gradient
 
         self.run_exclusively(other, work)
         assert self.loaded is other
@@ -316,8 +316,8 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
     def it_is_as_if_each_were_alone(self) -> None:
         loop = self.loaded
         assert (self.backend.weights, self.backend.served) == (loop.trained, loop.served)
-        assert loop.weights.gradient >= bool(loop.gradient)
-        if loop.weights.gradient:
+        assert loop.weights.has_gradient >= bool(loop.gradient)
+        if loop.weights.has_gradient:
             assert self.backend.gradient == loop.gradient
 
     @invariant()

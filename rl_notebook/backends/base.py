@@ -342,5 +342,5 @@ def with_teacher(backend: Backend, teacher: Backend) -> Backend:
         for one in (backend, teacher):
             await one.__aexit__()
 
-    judge: Any = SimpleNamespace(forward=teacher.policy.forward, is_teacher=True)
-    return replace(backend, reference=judge, close=close, score_at=None)
+    reference_scorer: Any = SimpleNamespace(forward=teacher.policy.forward, is_teacher=True)
+    return replace(backend, reference=reference_scorer, close=close, score_at=None)

@@ -34,15 +34,13 @@ from rl_notebook.config.settings import (
     RunSettings,
     SamplingSettings,
     ScheduleSettings,
-)
-from rl_notebook.config.settings import (
     SignalSettings,
     SubConfigs,
     TaskSettings,
     UpdateSettings,
     address_trouble,
+    not_default,
 )
-from .settings import not_default
 from rl_notebook.config.settings import (  # noqa: F401 (handed on)
     ConcurrencyConfig,
     IGPOConfig,
@@ -58,9 +56,20 @@ from rl_notebook.config.aliases import (
     Stored,
     accepts_other_spellings,
 )
-from .aliases import changed_settings, compare_settings, keys_in, was_chosen  # noqa: F401 (handed on)
-from .aliases import CISPOConfig, DAPOConfig, DROConfig, GSPOConfig, HotloadConfig  # noqa: F401 (handed on)
-from .aliases import ISConfig, SAPOConfig, TISConfig  # noqa: F401 (handed on)
+from rl_notebook.config.aliases import (  # noqa: F401 (handed on)
+    CISPOConfig,
+    DAPOConfig,
+    DROConfig,
+    GSPOConfig,
+    HotloadConfig,
+    ISConfig,
+    SAPOConfig,
+    TISConfig,
+    changed_settings,
+    compare_settings,
+    keys_in,
+    was_chosen,
+)
 
 # %% auto #0
 __all__ = ['Config']

@@ -105,7 +105,7 @@ class TaskSettings:
     chat_template_kwargs: Plain | None = None
     max_rows: RunConstant[Count | None] = 100  # number of rows used, from the first on; None = all
     epochs: AtPrompts[Count] = 1  # passes over the rows
-    # optimizer steps that end the run, if the epochs have not; None = no limit
+    # steps of the loop that end the run, if the epochs have not; None = no limit
     steps: AtPrompts[Count | None] = None
     shuffle: RunConstant[Bool] = True  # another order of the rows in each epoch, by `seed`
     # share of epochs in which a row comes that is never or always solved; None = all
@@ -113,7 +113,7 @@ class TaskSettings:
     # random numbers derive from (seed, number of the row in the run, number of the sample)
     seed: RunConstant[Seed] = 0
     eval_rows: Opened[Whole] = 0  # number of held-out rows to score; 0 = no evaluation
-    # optimizer steps between evaluations; 0 = only before and after
+    # steps of the loop between evaluations; 0 = only before and after
     eval_interval: AtFinish[Whole] = 0
     # completions of each held-out row; with several there are avg@k and pass@k
     eval_samples: Count = 1
@@ -130,7 +130,7 @@ class SamplingSettings:
     "How completions are sampled."
 
     completions_per_prompt: Int = 4  # completions per prompt, the K of the group
-    prompt_groups_per_step: AtPrompts[Count] = 1  # prompts per optimizer step
+    prompt_groups_per_step: AtPrompts[Count] = 1  # prompts per step of the loop
     # largest number of tokens in a completion; aggregation "constant" divides by it
     max_completion_tokens: Count = 1024
     # largest number of tokens in prompt and completion together
@@ -145,7 +145,7 @@ class SamplingSettings:
     repetition_penalty: Positive = 1.0
     stop: AnyTexts = ()  # strings that end a completion, as the end-of-text token does
     max_concurrent: Count = 32  # largest number of completions in flight
-    # optimizer steps between weight syncs; 0 = the first weights are kept
+    # steps of the loop between weight syncs; 0 = the first weights are kept
     weight_sync_interval: AtSync[Whole] = 1
     # let trainer and sampler score one row after a sync, to see that the weights arrived
     sync_audit: AtSync[Bool] = True
@@ -171,7 +171,7 @@ class SignalSettings:
     # reward calls at the same time, plain functions in threads; 0 = one by one in the thread of the
     # event loop
     max_concurrent_rewards: AtScore[Whole] = 32
-    advantage_scale: AtAdvantages[AdvantageScale] = "std"  # what the centred reward is divided by
+    advantage_scale: AtAdvantages[AdvantageScale] = "std"  # how rewards become advantages
     # added to the standard deviation that divides; TRL has 1e-4
     advantage_eps: AtAdvantages[NotNegative] = 1e-8
     # "module:function" that computes advantages in place of `advantage_scale`; see the advantages
@@ -322,7 +322,8 @@ class RunSettings:
     report_to: Opened[Trackers] = ()  # trackers that also get the metrics of each step
     # number of completions of each step that `report_to` gets as a table
     log_completions: Opened[Whole] = 0
-    dcp_save_interval: Opened[Whole] = 0  # optimizer steps between resumable checkpoints; 0 = none
+    # steps of the loop between resumable checkpoints; 0 = none
+    dcp_save_interval: Opened[Whole] = 0
     # mixture of experts: train with the experts that the sampler chose
     router_replay: Opened[Bool] = False
     # `router_replay` for sampled tokens only; False = for the prompt, too

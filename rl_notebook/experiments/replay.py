@@ -568,7 +568,7 @@ async def replay(
     settings = recorded_settings(run, record, loop.began_with)
     if settings.diff(loop.settings):
         take_settings(loop, settings, {})
-    loop.rest()
+    loop.after_stepping()
     async with loop.weights.lease():
         phases, blocked, base = await rebuild_state_before(loop, record, run)
         prompts, reasons = encode_again(loop, record)

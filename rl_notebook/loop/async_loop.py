@@ -155,7 +155,7 @@ class AsyncGRPOLoop(GRPOLoop):
         return done
 
     @asynccontextmanager
-    async def open_parts(self) -> AsyncIterator[Parts]:
+    async def arriving_parts(self) -> AsyncIterator[Parts]:
         "A batch in parts of about the same size; if its step fails or is cancelled, it starts again with the same rows."
         self.prompts()
         c = self.cfg
@@ -176,7 +176,7 @@ class AsyncGRPOLoop(GRPOLoop):
     async def continue_step(self) -> StepRecord | None:
         "Run what is left of this step; with branches, wait for the rows in flight before another loop has the backend."
         record = await super().continue_step()
-        if self.weights.several:
+        if self.weights.has_branches:
             self.producer.held = AT_REST
             await self.producer.drain()
         return record
@@ -301,8 +301,8 @@ class AsyncGRPOLoop(GRPOLoop):
         self.producer.held = ""
         return self.producer.fill()
 
-    def rest(self) -> None:
-        "Stepping has stopped: rows in flight finish, and no other is started until the next step."
+    def after_stepping(self) -> None:
+        "Called when stepping has stopped: rows in flight finish, and no other is started until the next step."
         self.producer.held = self.producer.held or AT_REST
 
     async def undo(self, to: str = "advantages") -> None:

@@ -82,7 +82,7 @@ def check_changeable(loop: Loop, cfg: Config) -> None:
     "Raise ConfigError for settings that the backend would ignore; some can be set to score at another temperature."
     backend, scored = loop.backend, loop.backend.capabilities.policy_temperature
     if cfg.temperature not in (scored, 0.0) and backend.score_at is not None:
-        if loop.weights.several:
+        if loop.weights.has_branches:
             expected = "that of the loops that share the backend"
             fix = "Open another backend for it."
             raise ConfigError("temperature", got=cfg.temperature, expected=expected, fix=fix)

@@ -487,7 +487,7 @@ class GRPOLoop(Loop):
         return state.put("optimize", PhaseMetrics(headline, metrics))
 
     async def _keep_without_update(self) -> None:
-        "A step that changes no weights can be taken back, too."
+        "Save a snapshot of a step without an update, so that `undo` can take it back."
         with self.now_running("optimize"):
             self.weights.snapshots.add(await self.weights.remember())
 
@@ -676,7 +676,7 @@ class GRPOLoop(Loop):
         **gate: Any,  # fields of `Gate`
     ) -> Producer[ScoredGroup]:
         "Rows, sampled and scored during other work, as far as the gate lets them."
-        fields = {
+        fields: dict[str, Any] = {
             "groups_per_step": self.cfg.prompt_groups_per_step,
             "completions_per_prompt": self.cfg.completions_per_prompt,
             "max_concurrency": max_in_flight(self.cfg.sampling),
@@ -722,7 +722,7 @@ class GRPOLoop(Loop):
         return len(finished)
 
     @asynccontextmanager
-    async def open_parts(self) -> AsyncIterator[Parts]:
+    async def arriving_parts(self) -> AsyncIterator[Parts]:
         "The prompts of a step, trained on as they come back; if that fails or is cancelled, the step starts again."
         c = self.cfg
         places = {p.number: p.index for p in self.prompts()}
@@ -747,7 +747,7 @@ class GRPOLoop(Loop):
     async def train_on_arrival(self) -> None:
         "The phases from `prompts` to `backward`, one backward pass for each part of the batch."
         reports = list[LossReport]()
-        async with self.open_parts() as parts:
+        async with self.arriving_parts() as parts:
             await self.weights.accumulate()
             for least, most in parts.sizes:
                 with self.timed("sample"):
@@ -838,7 +838,7 @@ class GRPOLoop(Loop):
                         async for record in records:
                             yield record
             finally:
-                self.rest()
+                self.after_stepping()
 
     def steps_left(self, end: int | None) -> float:
         "Steps before this number, or before the configured number is over; infinite without end."
@@ -918,7 +918,7 @@ class GRPOLoop(Loop):
             await hook()
 
     def stop(self) -> None:
-        "Stop after the running phase, or after the step if its update is made; `step` and `run` continue from there."
+        "Stop after the running phase, or at the end of the step once its weights have been updated; `step` and `run` continue from there."
         self.stop_requested = True
 
     # --- given answers
@@ -929,7 +929,7 @@ class GRPOLoop(Loop):
 
         `rows`: anything that `load_rows` takes, with the answer as `completion`, as the assistant's last message or as
         `answer`. Its tokens and the end of the turn are trained on; a service computes this loss itself if it can. The
-        sampler has the weights at the end. Raises `DataError` for a row that gives no text."""
+        sampler has the weights at the end, unless `weight_sync_interval` is 0. Raises `DataError` for a row that gives no text."""
         answered = as_rows(rows)
         done = RunRecords()
         self.stop_requested = False

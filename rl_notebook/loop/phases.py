@@ -120,11 +120,11 @@ def encode_numbers(
     return [replace(prompt, index=i) for i, prompt in enumerate(encoded)]
 
 # %% ../../nbs/loop/07_phases.ipynb #b009b492
-def max_in_flight(sampling: SamplingSettings) -> int | None:  # samples
-    """Samples in flight of a loop that alternates with its sampler: those of `max_concurrent` rows; None = no limit.
+def max_in_flight(sampling: SamplingSettings) -> int:  # samples
+    """Samples in flight of a loop that alternates with its sampler: those of `max_concurrent` rows.
 
     How many completions are sampled at once is bounded by the sampler itself; this bounds rollouts of the user."""
-    return sampling.max_concurrent * sampling.completions_per_prompt or None
+    return sampling.max_concurrent * sampling.completions_per_prompt
 
 
 V = TypeVar("V")

@@ -398,7 +398,9 @@ class Loop:
     def title(self) -> str:
         "What a loop is, with its name if it shares its backend."
         return (
-            f"{type(self).__name__} {self.name!r}" if self.weights.several else type(self).__name__
+            f"{type(self).__name__} {self.name!r}"
+            if self.weights.has_branches
+            else type(self).__name__
         )
 
     @property
@@ -427,8 +429,8 @@ class Loop:
         "Whether prompts of later steps are sampled, graded and compared already."
         return self.weights.in_window
 
-    def rest(self) -> None:
-        "Stepping has stopped, for now."
+    def after_stepping(self) -> None:
+        "Called when stepping has stopped, for now."
 
     def rewind_data(self, taken: Iterable[int] = ()) -> None:
         "Reset the data to before the step, or to after rows of it; what is in flight is cancelled."

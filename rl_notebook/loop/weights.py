@@ -43,7 +43,7 @@ class Saved:
     "A state of the trainer that was saved on the backend."
 
     path: str  # for `load_state`
-    slot: int = -1  # of the names that are used again and again
+    slot: int = -1  # number in a reused name; -1 = a name of its own
 
 # %% ../../nbs/loop/03_weights.ipynb #c7e9207d
 @dataclass(frozen=True)
@@ -113,9 +113,8 @@ class Audit:
         self.backend = backend
         self.probe: Probe | None = None  # as of the last sync; None = the next one is not looked at
         self.failed = False  # one of the two could not score: it is not asked again
-        # least gap while both had the same weights; of the policy, scored twice
-        self.floor = math.inf
-        self.noise = 0.0
+        self.floor = math.inf  # least gap while both had the same weights
+        self.noise = 0.0  # largest gap between two scores of the policy by the same weights
         self.report: SyncReport | None = None  # of the last sync, if it was looked at
 
     @property
@@ -333,7 +332,8 @@ class SharedBackend:
                 await asyncio.wait([self.section])
             yield self.lease
         finally:
-            self.depth -= inside
+            if inside:
+                self.depth -= 1
             if not self.depth and (held or inside):
                 LEASES.set(tuple(lease for lease in LEASES.get() if lease is not self.lease))
                 self.holder = self.task = self.lease = None
@@ -390,12 +390,12 @@ class Weights:
         self.loop_id = self.shared.join(self)
         self.sampler = SamplerState(backend)
         self.snapshots = Snapshots(keep_undo)
-        self.gradient = False  # whether the trainer has a gradient that no update has used up
+        self.has_gradient = False  # whether the trainer has a gradient that no update has used up
         self.in_window = False  # whether syncs wait for the end of a window
         self.parked: Saved | None = None  # while another loop has the backend
 
     @property
-    def several(self) -> bool:
+    def has_branches(self) -> bool:
         "Whether there ever were branches."
         return len(self.family) > 1
 
@@ -404,14 +404,14 @@ class Weights:
     async def accumulate(self) -> None:
         "A backward pass begins: what an earlier one has left is dropped."
         await self.discard()
-        self.gradient = True
+        self.has_gradient = True
 
     async def discard(self) -> None:
         "Drop the gradient, if there is one."
-        if self.gradient:
+        if self.has_gradient:
             self.owner.forget_gradient()
             await self.backend.policy.discard_gradients()
-            self.gradient = False
+            self.has_gradient = False
 
     async def update(
         self,
@@ -426,7 +426,7 @@ class Weights:
             adam, grad_accumulation_normalization=normalization
         )
         self.sampler.note_update(before.saved if before else None)
-        self.gradient = False
+        self.has_gradient = False
         self.snapshots.add(before)
         return measured
 
@@ -487,7 +487,7 @@ class Weights:
             await policy.load_state(served.path)
             await sampler.serve(name)
         await policy.load_state(snapshot.saved.path)
-        self.gradient = False
+        self.has_gradient = False
         sampler.weights = snapshot.sampler
         sampler.saved = snapshot.served
         # it had the same; or older weights that are nowhere saved, then it gets these

@@ -294,14 +294,10 @@ def step_there(cfg: Config) -> int:
     "The last finished step of a state that a trainer job has: `step_offset`, else as its name says, else 0."
     if cfg.resume is None or not resumes_there(cfg):
         return 0
+    if cfg.resume.step_offset is not None:
+        return cfg.resume.step_offset
     named = re.search(r"step-(\d+)", cfg.resume.resume_from or "")
-    return (
-        cfg.resume.step_offset
-        if cfg.resume.step_offset is not None
-        else int(named[1])
-        if named
-        else 0
-    )
+    return int(named[1]) if named else 0
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #5aabb8e9
 async def begin_run(loop: GRPOLoop, plan: RunPlan, say: Callable[[str], Any]) -> RunFolder | None:

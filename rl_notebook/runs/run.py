@@ -277,7 +277,8 @@ def _append_line(path: Path, line: str) -> None:
         whole = 0
         while end and not whole:  # the place after the last newline, looked for from the end
             end = f.seek(max(0, end - 65536))
-            whole = (at := f.read(65536).rfind(b"\n") + 1) and end + at
+            newline = f.read(65536).rfind(b"\n")
+            whole = 0 if newline < 0 else end + newline + 1
         f.truncate(whole)
         data = line.encode() + b"\n"
         try:
@@ -658,9 +659,10 @@ class RunFolder(Run):
         _check_same_past(begun.config, settings, str(path), plan.checkpoint)
         with os_errors("cannot write", path):
             for leftover in path.glob("**/.*.writing"):  # of a killed process
-                shutil.rmtree(
-                    leftover
-                ) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+                if leftover.is_dir() and not leftover.is_symlink():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink()
             steps = begun.steps
             if steps and differing(begun.config, settings) and not _kept_configs(path, steps[-1]):
                 write_file(path / f"config-{steps[-1]:05d}.yaml", read_file(path / "config.yaml"))

@@ -566,7 +566,10 @@ def open_folder(path: Path, settings: Mapping[str, Any]) -> RunFolder:
     ):
         run = RunFolder.resume(path, settings)
         for left in path.glob("process-*"):  # of the processes of the run before
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            if left.is_dir():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
         return run
     return RunFolder.create(path, settings)
 

@@ -457,7 +457,7 @@ class Screen:
 
     def __init__(self, dashboard: Dashboard, size: int):  # size: rows of a page of the table
         d = dashboard
-        call = partial(call_in, dashboard.home)
+        call = partial(call_in, d.home)
         self.buttons = make_buttons(
             lambda action: call(press, d, action), isinstance(d.loop, AsyncGRPOLoop)
         )
@@ -597,7 +597,7 @@ def on_pane_message(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
 def show_charts(dashboard: Dashboard) -> None:
     "Bring the charts up to date; before the first step there are none."
     d = dashboard
-    record = dashboard.shown
+    record = d.shown
     names = () if record is None else chart_names(d.history, d.screen.more.value)
     shown = [
         chart(name, payload)
@@ -627,7 +627,7 @@ def ended_html(player: Player) -> str:
 def refresh_head(dashboard: Dashboard) -> None:
     "Buttons, the row of phases, progress, and the error if there is one."
     d = dashboard
-    loop = dashboard.loop
+    loop = d.loop
     phase = loop.running or d.at
     d.watch.look(loop, phase)
     for action, button in d.screen.buttons.items():
@@ -647,7 +647,7 @@ def refresh_head(dashboard: Dashboard) -> None:
 async def find_words(dashboard: Dashboard) -> None:
     "Find the words for the newest step in a worker thread."
     d = dashboard
-    record = dashboard.record
+    record = d.record
     try:
         words = await asyncio.to_thread(words_html, record, d.previous)
     except Exception as e:  # any error of the x-ray is shown
@@ -667,7 +667,7 @@ def values_of(loop: Loop) -> tuple[Any, ...]:
 def look_at_step(dashboard: Dashboard) -> None:
     "Take in what the phases of the current step have returned."
     d = dashboard
-    loop = dashboard.loop
+    loop = d.loop
     number = loop.state.number
     before = d.record.step if d.record else 0
     finished = number <= before  # its record is here already
@@ -699,7 +699,7 @@ def look_at_step(dashboard: Dashboard) -> None:
 def show_step(dashboard: Dashboard) -> None:
     "Draw the current step as far as it is, if something is new."
     d = dashboard
-    was = dashboard.partial
+    was = d.partial
     if d.values != values_of(d.loop) and not d.closed:
         look_at_step(d)
         if d.partial is not None or was is not None:
@@ -772,7 +772,7 @@ STILL_SECONDS = 10.0  # between two pictures while a loop runs
 def still_html(dashboard: Dashboard) -> str:
     "The dashboard as HTML without script."
     d = dashboard
-    record = dashboard.shown
+    record = d.shown
     text = d.screen.words.value if d.described is d.record else words_html(d.record, d.previous)
     words = f"<p>{html.escape(d.loop.place)}</p>{d.screen.now.value}{text}"
     if record is None:
@@ -830,13 +830,11 @@ class Dashboard(Player):
         self.error: BaseException | None = None  # what is shown in the error box
         self.described: StepRecord | None = None  # what the words on the screen are about
         self.stumbled: BaseException | None = None  # the last error while rendering
-        # what another caller runs; the last phase of the current step
-        self.elsewhere = ""
-        self.after = ""
+        self.elsewhere = ""  # what another caller runs
+        self.after = ""  # the last phase of the current step
         self.still: WithFallback | None = None  # the output that it is displayed in
-        # whether its picture is out of date, and when it was rendered
-        self.stale = True
-        self.pictured = 0.0
+        self.stale = True  # whether its picture is out of date
+        self.pictured = 0.0  # when that was last rendered
         self.home = running_loop()  # whose thread renders
         self.screen = Screen(self, rows)
         loop.outputs.append(self.take)

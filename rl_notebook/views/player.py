@@ -38,7 +38,7 @@ async def one_phase(
             await loop.evaluate()
         record = loop.finish()
         await loop.run_boundary_hooks()
-        if isinstance(loop, AsyncGRPOLoop) and loop.weights.several:
+        if isinstance(loop, AsyncGRPOLoop) and loop.weights.has_branches:
             await loop.pause(drain=True)
             loop.producer.held = AT_REST
     return record
@@ -349,7 +349,7 @@ async def act(player: Player, action: str) -> None:
     finally:
         if player.closed:
             await release(player)
-        loop.rest()
+        loop.after_stepping()
         ACTIVE_PLAYERS.discard(player)
         player.doing = ""
         player.at = ""

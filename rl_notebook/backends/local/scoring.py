@@ -171,9 +171,9 @@ class Scoring:
         return replaying(self.routers, sent(chosen, self.causal.device).flatten(0, 1))
 
     def forward(
-        self, batch: Batch, entropy: bool = False, graded: bool = False
+        self, batch: Batch, entropy: bool = False, with_entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        "(M,) logprobs of all scored positions, datum after datum, and entropies, `graded` with a gradient."
+        "(M,) logprobs of all scored positions, datum after datum, and entropies, `with_entropy_grad` with a gradient."
         causal = self.causal
         datums = batch.datums
         tree = batch.tree
@@ -192,24 +192,27 @@ class Scoring:
         self.meter.datums_scored += len(datums)
         if tree is None:
             return self.head(
-                features[sent(where, causal.device)], sent(targets, causal.device), entropy, graded
+                features[sent(where, causal.device)],
+                sent(targets, causal.device),
+                entropy,
+                with_entropy_grad,
             )
         once, back = np.unique(where * causal.vocab_size + targets, return_inverse=True)
         places, ids, back = (
             sent(x, causal.device) for x in (*divmod(once, causal.vocab_size), back)
         )
-        distinct = self.head(F.embedding(places, features), ids, entropy, graded)
+        distinct = self.head(F.embedding(places, features), ids, entropy, with_entropy_grad)
         logprobs, entropies = (
             None if x is None else F.embedding(back, x[:, None])[:, 0] for x in distinct
         )
         return logprobs, entropies  # type: ignore[return-value]
 
     def head(
-        self, features: Tensor, targets: Tensor, entropy: bool, graded: bool
+        self, features: Tensor, targets: Tensor, entropy: bool, with_entropy_grad: bool
     ) -> tuple[Tensor, Tensor | None]:
         "Logprobs of targets and, if asked for, the entropies too."
         entropies = filled = None
-        if graded:
+        if with_entropy_grad:
             entropies = head_entropy(features, self.causal.head, self.temperature)
         elif entropy:
             dtype = torch.promote_types(features.dtype, torch.float32)

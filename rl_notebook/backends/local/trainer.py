@@ -126,27 +126,27 @@ class PolicyState:
     ) -> tuple[LossOutput, list[np.ndarray]]:
         "Forward and loss, and dL/dentropy (N-1,) where the loss reads entropies; no gradient reaches the weights."
         scoring = self.scoring
-        graded = reads_entropy(loss_fn)
+        with_entropy_grad = reads_entropy(loss_fn)
         self.graph = None
         scoring.check(datums)
         batches = scoring.batches(datums)
         keep = sum(b.weight for b in batches) <= scoring.tokens_per_batch
         note_pass(scoring, "training", batches)
         with torch.set_grad_enabled(keep), scoring.meter.timed("training"):
-            outputs = [scoring.forward(batch, True, graded) for batch in batches]
+            outputs = [scoring.forward(batch, True, with_entropy_grad) for batch in batches]
             synchronize(scoring.causal.device)
         logprobs, entropies = (
             per_datum(scoring, datums, batches, flats) for flats in zip(*outputs, strict=True)
         )
         leaves = [s.requires_grad_() for s in logprobs]
-        read = [h.requires_grad_() for h in entropies] if graded else []
+        read = [h.requires_grad_() for h in entropies] if with_entropy_grad else []
         with torch.enable_grad():
             value, metrics, dlogprobs = loss_and_dlogprobs(
                 datums, leaves, loss_fn, scoring.prompt_logprobs, read
             )
         if keep:
             passes = [
-                (b, flat, h if graded else None)
+                (b, flat, h if with_entropy_grad else None)
                 for b, (flat, h) in zip(batches, outputs, strict=True)
             ]
             self.graph = Graph(list(datums), deque(passes))
@@ -178,17 +178,17 @@ class PolicyState:
                 batch, flat, h = graph.passes.popleft()
                 if flat is None:
                     with torch.enable_grad():
-                        flat, h = scoring.forward(batch, graded=len(dentropies) > 0)
-                ends = [flat, h] if h is not None and len(dentropies) else [flat]
-                along = []
+                        flat, h = scoring.forward(batch, with_entropy_grad=len(dentropies) > 0)
+                outputs = [flat, h] if h is not None and len(dentropies) else [flat]
+                output_grads = []
                 own = [*zip(batch.rows, batch.datums, strict=True)]
-                for series in (dlogprobs, dentropies)[: len(ends)]:
+                for series in (dlogprobs, dentropies)[: len(outputs)]:
                     scored = [np.asarray(series[i])[scoring.scored(d)] for i, d in own]
-                    along.append(
+                    output_grads.append(
                         sent(torch.from_numpy(np.concatenate(scored)).to(flat.dtype), flat.device)
                     )
                 with scoring.reading(batch):
-                    torch.autograd.backward(ends, along)
+                    torch.autograd.backward(outputs, output_grads)
                 scoring.meter.datums_trained += len(batch.rows)
                 for name, master in self.masters.items():
                     p = self.params[name]
@@ -752,10 +752,12 @@ class Pending:
 
     def resolve(self, value: Any) -> None:
         "Set the value, or the exception, if the caller still waits."
-        if not self.future.done():
-            self.future.set_exception(value) if isinstance(
-                value, BaseException
-            ) else self.future.set_result(value)
+        if self.future.done():
+            return
+        if isinstance(value, BaseException):
+            self.future.set_exception(value)
+        else:
+            self.future.set_result(value)
 
 
 class LocalSampler:
@@ -771,7 +773,7 @@ class LocalSampler:
 
     @property
     def policy_version(self) -> int:
-        "Of the weights that it serves."
+        "The version of the weights that it serves."
         return self.engine.policy_version
 
     async def sample(
@@ -953,9 +955,11 @@ def reference_of(state: PolicyState, run: Worker, fresh: bool) -> LocalReference
     return LocalReference(replace(scoring, causal=copied), run)
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #7426524a
-def score_at(state: PolicyState, judge: LocalReference | None, temperature: float) -> None:
+def score_at(
+    state: PolicyState, reference_scorer: LocalReference | None, temperature: float
+) -> None:
     "Divide the logits by another temperature from now on."
-    for one in (state, judge) if judge is not None else (state,):
+    for one in (state, reference_scorer) if reference_scorer is not None else (state,):
         one.scoring = replace(one.scoring, temperature=temperature)
     state.graph = None
 
@@ -1034,7 +1038,7 @@ def open_local(
     state = PolicyState(
         module, Scoring(causal, *limits, routers=routers), params, load_in_8bit=load_in_8bit
     )
-    judge = reference_of(state, run, fresh=lora_rank > 0) if reference else None
+    reference_scorer = reference_of(state, run, fresh=lora_rank > 0) if reference else None
     if gradient_checkpointing:
         checkpoint_layers(module)
     policy = LocalTrainer(state, run)
@@ -1055,7 +1059,7 @@ def open_local(
     sync = LocalSync(state, sampler, {n: p for n, p in served.named_parameters() if n in params})
 
     more: Any = {
-        "score_at": partial(score_at, state, judge),
+        "score_at": partial(score_at, state, reference_scorer),
         "size": state.scoring.causal.size,
         "opened": opened,
     }
@@ -1063,4 +1067,6 @@ def open_local(
         export_weights, state, saved_tokenizer, Path(folder), to
     )
     close = partial(sampler.close, run, sampling_worker)
-    return Backend(policy, judge, sampler, sync, tokenizer, can, close, engine.meter, **more)
+    return Backend(
+        policy, reference_scorer, sampler, sync, tokenizer, can, close, engine.meter, **more
+    )

@@ -682,10 +682,10 @@ def bundle(
     )
     infra.policy.link = policy.link
     sync.trainer = policy
-    judge = None
+    reference_scorer = None
     if infra.reference is not None:
         infra.reference.link = Link(sdk=classes, **reach(infra.reference))
-        judge = ServiceReference(infra.reference.link, limits, run, meter)
+        reference_scorer = ServiceReference(infra.reference.link, limits, run, meter)
     can = Capabilities(
         "fireworks", seed=False, lora_rank=cfg.lora_rank, max_seq_len=infra.max_seq_len
     )
@@ -693,7 +693,7 @@ def bundle(
     can = replace(can, min_p=False, repetition_penalty=False)
     at = Endpoint(deploy_mgr.inference_url, infra.inference_model or "", secret.reveal())
     more = {"meter": meter, "boot_metrics": infra.boot_metrics, "endpoint": at, "infra": infra}
-    return FireworksBackend(policy, judge, sampler, sync, tokenizer, can, **more)
+    return FireworksBackend(policy, reference_scorer, sampler, sync, tokenizer, can, **more)
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #4f526c58
 async def open_fireworks(
