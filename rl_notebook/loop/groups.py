@@ -25,7 +25,7 @@ __all__ = ['Gate', 'Producer']
 class Gate:
     "How many rows may be started, so that none is trained too late."
 
-    groups_per_step: int  # rows of an optimizer step
+    groups_per_step: int  # rows of a step of the loop
     completions_per_prompt: int  # samples of a row
     max_head_offpolicy_versions: int = 0  # O
     max_concurrency: int | None = None  # samples in flight; None = no limit
@@ -190,7 +190,7 @@ class Producer(Generic[T]):
     ) -> list[Finished[T]]:
         """Wait for this number of useful rows and take them, or what is ready up to `most`; fewer at the end of the data.
 
-        `places` is what the optimizer step has left for rows, `most` where it is not given."""
+        `places` is what the step has left for rows, `most` where it is not given."""
         most = count if most is None else most
         places = most if places is None else places
         self.fill()
