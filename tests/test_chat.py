@@ -165,7 +165,7 @@ def test_a_prompt_with_unusable_content_is_rejected_with_its_row(tmp_path):
         ),
         (
             {"prompt": "2+2=", "tools": [ADD]},
-            "line 1: chat template: got tools beside prompt; expected a conversation",
+            "line 1: chat template: got tools together with prompt; expected a conversation",
         ),
     ):
         (tmp_path / "d.jsonl").write_text(json.dumps(record))
