@@ -413,7 +413,7 @@ def run_demo(args: Sequence[str]) -> int:  # exit code
         prog="rl-notebook demo",
         description="Train the built-in tiny model with GRPO, with explanations.",
     )
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps (default: 30)")
+    parser.add_argument("--steps", type=int, default=30, help="steps of the loop (default: 30)")
     parser.add_argument(
         "--log-path",
         default=None,
