@@ -323,7 +323,7 @@ def test_help_and_mistakes_do_not_wait_for_torch():
         "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):",
         "        main(args)",
         "assert output.getvalue().count('usage: ') == len(COMMANDS) + 1",
-        "assert \"Did you mean 'learning_rate'\" in said.getvalue()",
+        "assert \"Did you mean 'learning_rate'\" in output.getvalue()",
         "print([name for name in ('torch', 'transformers', 'pandas', 'plotly', 'matplotlib') if name in sys.modules])",
     ]
     done = subprocess.run(

@@ -385,8 +385,8 @@ def test_the_card_says_how_to_load_the_folder_and_that_works(
     capsys.readouterr()
     exec(code, names)
     assert capsys.readouterr().out.strip()
-    assert names["how"].top_k == 5
-    assert names["drawn"].numel() <= names["prompt"]["input_ids"].numel() + 8
+    assert names["sampling"].top_k == 5
+    assert names["output"].numel() <= names["prompt"]["input_ids"].numel() + 8
 
 
 def test_a_card_names_the_model_that_was_trained_and_its_template(tmp_path):

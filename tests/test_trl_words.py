@@ -186,11 +186,11 @@ CASES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_id(words: dict[str, Any]) -> str:
+def case_id(words: dict[str, Any]) -> str:
     return " ".join(f"{k.removeprefix('vllm_importance_sampling_')}={v}" for k, v in words.items())
 
 
-@pytest.mark.parametrize("words", CASES, ids=test_id)
+@pytest.mark.parametrize("words", CASES, ids=case_id)
 def test_loss_and_gradient_are_those_of_trl(words: dict[str, Any]) -> None:
     for seed in range(SEEDS):
         b = batch(seed)

@@ -28,7 +28,7 @@ def question_of(entry: dict[str, Any]) -> str:
     return f"What is {entry['metadata']['expression'].replace(' ', '')}?"
 
 
-# --- the glue: 4 lines
+# --- the glue: 6 lines
 rows = [
     {"prompt": [{"role": "user", "content": question_of(entry)}], "entry": entry} for entry in data
 ]

@@ -257,9 +257,8 @@ class UpdateSettings:
     weight_decay_on: Literal["all", "matrices"] = "all"
     grad_clip_norm: NotNegative = 1.0  # largest gradient norm; 0 = no clipping
     lora_rank: RunConstant[Whole] = 0  # rank of the LoRA adapter; 0 = train all parameters
-    lora_alpha: RunConstant[Positive] = (
-        32.0  # factor on the LoRA adapter's output, times 1 / `lora_rank`
-    )
+    # factor on the LoRA adapter's output, times 1 / `lora_rank`
+    lora_alpha: RunConstant[Positive] = 32.0
     # with an adapter on this machine: hold the base model in 8 bits (rl-notebook[quantized])
     load_in_8bit: RunConstant[Bool] = False
     # number of samples that start a forward/backward call; None = `max_samples_per_fwd_bwd`

@@ -160,17 +160,16 @@ _ALIASES = {  # setting: what it is called elsewhere
 SETTING_BY_ALIAS = {theirs: ours for ours, names in _ALIASES.items() for theirs in names.split()}
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: Any, known: Sequence[str]) -> str:  # name: what was written, mostly a text
     "A question that names the known setting that is meant, or the nearest spelling, or nothing."
+    name = str(name)
     if SETTING_BY_ALIAS.get(name) in known:
         return f"Did you mean {SETTING_BY_ALIAS[name]!r}?"
     by_key = {k.casefold(): k for k in reversed(known)}
     # letters in another order
-    close = [k for k in by_key if sorted(k) == sorted(str(name).casefold())]
-    close += difflib.get_close_matches(str(name).casefold(), by_key, n=1, cutoff=0.8)
-    close += [
-        k for k in known if name in k.split("_") or (len(str(name)) > 3 and k.startswith(str(name)))
-    ]
+    close = [k for k in by_key if sorted(k) == sorted(name.casefold())]
+    close += difflib.get_close_matches(name.casefold(), by_key, n=1, cutoff=0.8)
+    close += [k for k in known if name in k.split("_") or (len(name) > 3 and k.startswith(name))]
     return f"Did you mean {by_key.get(close[0], close[0])!r}?" if close else ""
 
 # %% ../../nbs/core/07_validation.ipynb #3d54b917
