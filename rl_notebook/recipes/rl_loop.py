@@ -110,7 +110,7 @@ def config_rewards(cfg: Config) -> list[Any]:
 def load_task_rows(
     task: TaskSettings, needed: Collection[str]
 ) -> tuple[Sequence[Row], Sequence[Row]]:  # to train on, and held out
-    "The rows that a task names, each with the columns in `needed`."
+    "The rows that a task names; raises `ConfigError` if `eval_rows` leaves none to train on, and `DataError` for rows without a column in `needed`."
     if task.dataset == "toy":
         rows = load_rows(toy_rows(task.max_rows or 4096, seed=task.seed), require=needed)
         if not task.eval_rows:
