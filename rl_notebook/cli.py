@@ -37,9 +37,12 @@ from .core.validation import leaf_types, nearest, sub_configs
 from .core.loss_params import SURROGATE_PARAMS
 from .config.aliases import RENAMED, was_chosen, yaml_value
 from . import __version__
-from .core.types import AlignmentError, ConfigError, DatumError, RecordError
 from rl_notebook.core.types import (
+    AlignmentError,
+    ConfigError,
+    DatumError,
     RLNotebookError,
+    RecordError,
     is_users,
     plain_text,
     print_plain,

@@ -28,24 +28,20 @@ from rl_notebook.task.chat import (
     TemplateMismatch,
     check_fits,
     first_difference,
-)
-from rl_notebook.task.chat import (
-    reply_header,
     opened_by,
+    reply_header,
     split_calls,
     start_conversation,
     template_fields,
 )
 from rl_notebook.core.types import (
+    NEUTRAL_SAMPLING,
     AlignmentError,
     BackendError,
+    Completion,
     ConfigError,
     DataError,
     MissingExtra,
-)
-from rl_notebook.core.types import (
-    NEUTRAL_SAMPLING,
-    Completion,
     RolloutRun,
     SampleParams,
     plain_text,
@@ -57,8 +53,10 @@ from rl_notebook.agents.openai_chat import (
     choice_of,
     deltas_of,
     event_lines,
+    message_of,
+    read_chat,
+    reply_of,
 )
-from .openai_chat import message_of, read_chat, reply_of
 from ..loop.setup import rollout_setup
 from ..loop.state import Loop
 from ..loop.rollouts import CURRENT_TRACE, RolloutSetup

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, runti
 import numpy as np
 
 from rl_notebook.core.types import (
+    NEUTRAL_SAMPLING,
     AdamParams,
     BackendError,
     Completion,
@@ -23,8 +24,9 @@ from rl_notebook.core.types import (
     Datum,
     Logprobs,
     LossOutput,
+    SampleParams,
+    quoted,
 )
-from ..core.types import NEUTRAL_SAMPLING, SampleParams, quoted
 
 if TYPE_CHECKING:
     import torch

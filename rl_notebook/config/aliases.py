@@ -25,8 +25,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
-from ..core.types import ConfigError, check_replaceable, normalize_off
-from ..core.types import quoted, without_keys
+from rl_notebook.core.types import (
+    ConfigError,
+    check_replaceable,
+    normalize_off,
+    quoted,
+    without_keys,
+)
 from ..core.files import read_file, write_file
 from ..core.trust import mark_names, trusted_names
 from rl_notebook.core.validation import (

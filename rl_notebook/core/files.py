@@ -128,9 +128,8 @@ def lock_file(path: Path) -> int:  # its file descriptor: os.close releases the 
             suppress(OSError),
             open(os.open(path, os.O_WRONLY | os.O_TRUNC | _NO_FOLLOW), "w") as file,
         ):
-            file.write(
-                f"process {os.getpid()}\n"
-            )  # fails on a full disk, where the lock holds without its name
+            # fails on a full disk, where the lock holds without its name
+            file.write(f"process {os.getpid()}\n")
     except BlockingIOError as e:
         holder = os.read(handle, 100).decode(errors="replace").strip()
         os.close(handle)

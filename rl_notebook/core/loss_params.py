@@ -39,9 +39,8 @@ def _check_loss_name(value: Any) -> str:
     return check_filled_text(value)
 
 
-LossName = Annotated[
-    str, PlainValidator(_check_loss_name)
-]  # a function is registered, and its name kept
+# a function is registered, and its name kept
+LossName = Annotated[str, PlainValidator(_check_loss_name)]
 
 # %% ../../nbs/core/08_loss_params.ipynb #27a3ea96
 KLEstimator = Literal["k1", "k2", "k3"]

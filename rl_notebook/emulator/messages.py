@@ -23,12 +23,15 @@ from rl_notebook.core.types import (
     AdamParams,
     BackendError,
     Completion,
+    ConfigError,
     Datum,
     DatumError,
     LossError,
+    RLNotebookError,
+    SampleParams,
     needs,
+    plain_text,
 )
-from ..core.types import ConfigError, RLNotebookError, SampleParams, plain_text
 from ..core.losses import POLICY_LOSSES, ActiveTokens, LossOptions
 
 # %% auto #0

@@ -27,8 +27,8 @@ from rl_notebook.backends.local.trainer import (
     PolicyState,
     open_local,
     read_folder,
+    write_folder,
 )
-from ..backends.local.trainer import write_folder
 from ..core.types import BackendError, Completion
 from .messages import SampleResult, json_sample_params
 from ..task.models import load_model

@@ -42,9 +42,14 @@ from rl_notebook.emulator.messages import (
     answer,
     json_adam,
     json_batch,
+    json_of,
+    json_tokens,
+    proto_batch,
+    read_body,
+    read_json,
+    read_protobuf,
+    served_loss,
 )
-from .messages import json_of, json_tokens, proto_batch, read_body, read_json
-from .messages import read_protobuf, served_loss
 from rl_notebook.emulator.models import (
     Models,
     SamplerPool,
@@ -52,8 +57,9 @@ from rl_notebook.emulator.models import (
     Snapshots,
     check_name,
     close_backend,
+    policy_of,
+    sample_and_score,
 )
-from .models import sample_and_score, policy_of
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route, Router

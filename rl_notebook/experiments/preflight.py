@@ -356,9 +356,8 @@ class Preflight:
 
     rendered: str  # the first prompt as the model reads it, special tokens included
     groups: tuple[PromptGroup, ...]  # the sampled completions, graded
-    zero_variance: Mapping[
-        int, float | None
-    ]  # expected share of groups without signal by group size
+    # expected share of groups without signal by group size
+    zero_variance: Mapping[int, float | None]
     planned: int  # completions_per_prompt of the config
     noise_floor: float  # nats
     checks: Findings

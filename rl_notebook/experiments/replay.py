@@ -45,8 +45,9 @@ from ..runs.records import StepRecord, html_table
 from ..runs.run import Run, metrics_frame, metrics_row, spans
 from ..task.rewards import as_reward_fns
 from ..task.data import Prompt, Rollouts
-from ..loop.step import PhaseMetrics, ScoreCache
 from rl_notebook.loop.step import (
+    PhaseMetrics,
+    ScoreCache,
     list_datums,
     list_groups,
     list_prompts,

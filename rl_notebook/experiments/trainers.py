@@ -32,16 +32,14 @@ from rl_notebook.experiments.whatif import (
     FrozenBatch,
     Variant,
     WhatIf,
+    apply_advantages,
     cosine,
     evaluate_variant,
     flat,
-)
-from rl_notebook.experiments.whatif import (
     gradient_row,
     make_variant,
     recorded_output,
     recorded_scale,
-    apply_advantages,
 )
 
 # %% ../../nbs/experiments/01_trainers.ipynb #c6a03b6c

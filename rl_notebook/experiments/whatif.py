@@ -30,8 +30,18 @@ from rl_notebook.core.advantages import (
 )
 from ..core.align import require_finite
 from ..core.datums import target_series
-from ..core.types import BackendError, DataError, Datum, Logprobs, LossError, LossOutput
-from ..core.types import PromptGroup, RewardError, RolloutSample, quoted
+from rl_notebook.core.types import (
+    BackendError,
+    DataError,
+    Datum,
+    Logprobs,
+    LossError,
+    LossOutput,
+    PromptGroup,
+    RewardError,
+    RolloutSample,
+    quoted,
+)
 from ..task.data import Row, make_row
 from ..show.html import frame_html
 from ..core.losses import SURROGATE_PARAM_NAMES, POLICY_LOSSES, LossOptions

@@ -32,8 +32,8 @@ from rl_notebook.runs.records import (
     on_policy,
     scored_first,
     scored_twice,
+    version_at_start,
 )
-from ..runs.records import version_at_start
 from ..core.datums import sample_of
 from ..core.findings import Finding, Findings
 from ..config.aliases import words_for

@@ -34,8 +34,14 @@ from ..backends.export import describe_export
 from ..core.losses import LossOptions
 from ..runs.records import StepRecord, staged_folder
 from ..runs.run import Checkpoint, Run, RunFolder, spans
-from .step import LossFactory, LossReport, loss_factory, merge_outputs, scale_output
-from .step import step_denominator
+from rl_notebook.loop.step import (
+    LossFactory,
+    LossReport,
+    loss_factory,
+    merge_outputs,
+    scale_output,
+    step_denominator,
+)
 from ..task.models import model_source
 from .state import LOOK_ONLY, PHASES, Loop, StepState
 from .change import score_at

@@ -27,16 +27,16 @@ from rl_notebook.loop.setup import (
 from .state import PHASES, Loop
 
 # %% ../../nbs/loop/06_change.ipynb #d15f1306
-READ_BY_SCORE = marked(
-    Config, "score"
-)  # settings that grades depend on: a branch that changes one scores again
+# settings that rewards depend on: a branch that changes one scores again
+READ_BY_SCORE = marked(Config, "score")
 
 # %% ../../nbs/loop/06_change.ipynb #dfe13ffc
 READ_BY_UPDATE = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "min_lr_rate", "adam_beta1", "adam_beta2",
     "adam_eps", "weight_decay", "weight_decay_on", "grad_clip_norm",
 )  # fmt: skip
-CHANGEABLE_AHEAD = (  # what can change while rows are sampled and graded ahead
+# what can change while rows are sampled and graded ahead; `max_completion_tokens` belongs to sampling, too
+CHANGEABLE_AHEAD = (
     *(f.name for f in (*fields(LossSettings), *fields(UpdateSettings)) if f.name != "max_completion_tokens"),
     "make_loss",
     *(name for phase in PHASES[PHASES.index("datums") :] for name in marked(Config, phase)),

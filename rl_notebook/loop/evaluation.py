@@ -20,8 +20,15 @@ __all__ = []
 from ..config.settings import TaskSettings
 from ..core.metrics import pass_metrics
 from ..core.retries import together
-from ..core.types import ConfigError, PhaseError, PromptGroup, RewardError
-from ..core.types import RolloutRun, RolloutSample, SampleParams
+from rl_notebook.core.types import (
+    ConfigError,
+    PhaseError,
+    PromptGroup,
+    RewardError,
+    RolloutRun,
+    RolloutSample,
+    SampleParams,
+)
 from .phases import encode_prompts
 from .rollouts import RolloutFn, require_some
 from .setup import EvaluationFn, rollout_setup

@@ -17,8 +17,17 @@ import pandas as pd
 from ..backends.base import Sampler
 from ..config.config import IGPOConfig
 from ..core.retries import AdaptiveLimit, together
-from ..core.types import AlignmentError, BackendError, DataError, Logprobs, PromptGroup
-from ..core.types import RewardError, RolloutRun, RolloutSample, frozen_array
+from rl_notebook.core.types import (
+    AlignmentError,
+    BackendError,
+    DataError,
+    Logprobs,
+    PromptGroup,
+    RewardError,
+    RolloutRun,
+    RolloutSample,
+    frozen_array,
+)
 from ..runs.records import StepRecord
 from ..task.chat import first_difference
 from ..task.rewards import final_answer

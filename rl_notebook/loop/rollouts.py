@@ -22,23 +22,22 @@ import numpy as np
 from ..backends.base import Endpoint, Sampler
 from rl_notebook.task.chat import (
     TemplateMismatch,
-    reply_header,
     encode_prompt,
     opened_by,
     opened_info,
+    reply_header,
+    sample_from_completion,
+    sample_from_spans,
 )
-from ..task.chat import sample_from_completion, sample_from_spans
 from rl_notebook.core.types import (
+    NEUTRAL_SAMPLING,
     AlignmentError,
     BackendError,
     Completion,
     ConfigError,
     DivergedError,
     PromptGroup,
-)
-from ..core.types import RewardError
-from rl_notebook.core.types import (
-    NEUTRAL_SAMPLING,
+    RewardError,
     RolloutRun,
     RolloutSample,
     SampleParams,

@@ -33,8 +33,15 @@ from ..task.data import Cursor, Prompt, Row, check_columns, load_rows
 from ..task.rewards import Limits, as_reward_fns, make_soft_overlong
 from ..backends.base import Backend
 from ..runs.records import encode
-from .rollouts import RolloutFactory, RolloutFn, RolloutSetup
-from .rollouts import as_rollout_fn, encode_rows, first_parameter, is_rollout_fn
+from rl_notebook.loop.rollouts import (
+    RolloutFactory,
+    RolloutFn,
+    RolloutSetup,
+    as_rollout_fn,
+    encode_rows,
+    first_parameter,
+    is_rollout_fn,
+)
 from .step import NORMALIZATION, LossFactory
 
 # %% ../../nbs/loop/04_setup.ipynb #78c939e0

@@ -44,8 +44,10 @@ from rl_notebook.loop.setup import (
     check_backend_fits,
     check_loss,
     check_recipe,
+    first_cursor,
+    load_advantage_fn,
+    rollout_setup,
 )
-from .setup import first_cursor, load_advantage_fn, rollout_setup
 
 # %% ../../nbs/loop/05_state.ipynb #b31efaab
 PHASES = (

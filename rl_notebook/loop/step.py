@@ -34,16 +34,16 @@ from rl_notebook.show.html import (
     datums_html,
     folded,
     frame_html,
-)
-from rl_notebook.show.html import (
     html_table,
     loss_html,
     norms_html,
     number,
     on_one_line,
     prompts_html,
+    reference_html,
+    rewards_html,
+    tag,
 )
-from ..show.html import reference_html, rewards_html, tag
 from rl_notebook.core.losses import (
     LossFn,
     LossOptions,

@@ -17,8 +17,14 @@ from typing import Any
 import numpy as np
 
 from ..backends.base import Backend, Sampler, with_teacher
-from ..config.config import ConcurrencyConfig, Config, DeployConfig, TrainerConfig
-from ..config.config import completions_at_once, was_chosen
+from rl_notebook.config.config import (
+    ConcurrencyConfig,
+    Config,
+    DeployConfig,
+    TrainerConfig,
+    completions_at_once,
+    was_chosen,
+)
 from rl_notebook.core.types import (
     BackendError,
     Completion,
@@ -26,8 +32,8 @@ from rl_notebook.core.types import (
     Datum,
     RLNotebookError,
     SampleParams,
+    print_plain,
 )
-from ..core.types import print_plain
 from ..core.findings import Finding, Findings
 from ..core.trust import check_trusted
 from ..core.retries import AdaptiveLimit, Retries

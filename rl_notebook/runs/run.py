@@ -42,10 +42,8 @@ from rl_notebook.config.aliases import (
 )
 from ..core.types import ConfigError, RecordError, RLNotebookError
 from ..show.html import html_table
-from ..core.files import MAX_TEXT, lock_file, read_file
-from ..core.trust import mark_names, names_in, note_started, noted_names
-from ..core.files import write_file
-from ..core.trust import trusted_names
+from ..core.files import MAX_TEXT, lock_file, read_file, write_file
+from ..core.trust import mark_names, names_in, note_started, noted_names, trusted_names
 from .bundle import Bundles, SkyRL, VerlPickles
 from .capture import TinkerCookbook
 from rl_notebook.runs.dumps import (
@@ -56,8 +54,8 @@ from rl_notebook.runs.dumps import (
     PrimeExports,
     Slime,
     SlimeRollouts,
+    VerlTexts,
 )
-from .dumps import VerlTexts
 from .foreign import Reader, describe_reader
 from .tables import Trl, VerlBatches
 from .traces import PrimeMonitors, PrimeRollouts, Verifiers
@@ -71,8 +69,6 @@ from rl_notebook.runs.records import (
     read_described,
     read_json,
     read_record,
-)
-from rl_notebook.runs.records import (
     replace_text,
     staged_folder,
     utf8,

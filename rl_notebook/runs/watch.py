@@ -27,14 +27,17 @@ from ..core.loss_params import TRL_PRESETS
 from ..config.aliases import canonical
 from ..config.settings import LossSettings
 from rl_notebook.core.types import (
+    NEUTRAL_SAMPLING,
     ConfigError,
     Datum,
     Logprobs,
     LossOutput,
     PromptGroup,
+    RLNotebookError,
     RecordError,
+    RolloutSample,
+    normalize_off,
 )
-from ..core.types import NEUTRAL_SAMPLING, RLNotebookError, RolloutSample, normalize_off
 from .records import StepRecord, encode, read_record, staged_folder, write_record
 from .run import Run, RunFolder
 from .tables import written_text

@@ -26,8 +26,9 @@ from rl_notebook.task.rewards import (
     blocking,
     columns_read,
     innermost,
+    reference_answers,
+    score,
 )
-from .rewards import reference_answers, score
 
 # %% auto #0
 __all__ = ['audit_reward']

@@ -35,8 +35,9 @@ from rl_notebook.core.types import (
     ConfigError,
     DataError,
     RolloutSample,
+    plain_text,
+    quoted,
 )
-from ..core.types import plain_text, quoted
 from .data import Row, read_messages
 from ..core.trust import check_trusted
 

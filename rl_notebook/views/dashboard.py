@@ -54,14 +54,14 @@ from rl_notebook.views.payloads import (
     PendingRow,
     address,
     advantages_payload,
-)
-from rl_notebook.views.payloads import (
     completion_row,
     completions_table,
     history_row,
     is_asynchronous,
+    run_payloads,
+    step_payloads,
+    timeline_payload,
 )
-from .payloads import run_payloads, step_payloads, timeline_payload
 from .tokens import WithFallback, close_all, deliver_to_main, inspect_tokens
 from ..insight.xray import failed_words, sentence
 

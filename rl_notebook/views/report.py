@@ -36,25 +36,32 @@ from rl_notebook.views.charts import (
     LOOKS,
     Chart,
     Figure,
-    band_trace,
-    line_trace,
     asset,
+    band_trace,
     charts,
     figure_of,
     label,
+    line_trace,
     module,
+    plotly_script,
+    tint,
 )
-from .charts import plotly_script, tint
-from .payloads import LABELS, TIMELINE_STEPS, History, TokenRow, address
 from rl_notebook.views.payloads import (
+    LABELS,
+    TIMELINE_STEPS,
+    History,
+    TokenRow,
+    address,
     history_row,
     is_asynchronous,
     roles_of,
     run_payloads,
     series,
     spread_row,
+    step_payloads,
+    timeline_payload,
+    token_rows,
 )
-from .payloads import step_payloads, timeline_payload, token_rows
 from ..insight.xray import invariants, sentence
 
 # %% auto #0

@@ -45,8 +45,8 @@ from rl_notebook.views.payloads import (
     plain,
     token_payload,
     token_rows,
+    trainer_of,
 )
-from .payloads import trainer_of
 
 # %% auto #0
 __all__ = ['overview_json', 'TokenInspector', 'inspect_tokens']

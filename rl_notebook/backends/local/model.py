@@ -17,8 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .fast import EMPTY_PREFIX, CachedPrefix, FastDecoder
-from .fast import SlotCache, linears_fn
+from rl_notebook.backends.local.fast import (
+    EMPTY_PREFIX,
+    CachedPrefix,
+    FastDecoder,
+    SlotCache,
+    linears_fn,
+)
 from .prefixes import prefix_tree, reading, sent
 from .routing import find_routers, noting, replaying
 from ..work import model_size

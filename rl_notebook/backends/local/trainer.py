@@ -32,13 +32,11 @@ from rl_notebook.backends.local.loading import (
     check_bits,
     checkpoint_layers,
     find_device,
+    find_unknown_tokens,
     frozen_copy,
-)
-from rl_notebook.backends.local.loading import (
     in_dtype,
     merged_copy,
     needs_whole,
-    find_unknown_tokens,
     with_lora,
     write_weights,
 )
@@ -52,8 +50,10 @@ from rl_notebook.backends.local.scoring import (
     array,
     check_dlogprobs,
     loss_and_dlogprobs,
+    note_pass,
+    per_datum,
+    score,
 )
-from .scoring import note_pass, per_datum, score
 from .worker import Worker, worker_threads
 from ..work import synchronize
 from ...core.losses import reads_entropy
@@ -66,8 +66,11 @@ from rl_notebook.core.types import (
     Datum,
     Logprobs,
     LossOutput,
+    RLNotebookError,
+    RecordError,
+    SampleParams,
+    naming_memory,
 )
-from ...core.types import RecordError, RLNotebookError, SampleParams, naming_memory
 from ...task.models import model_and_tokenizer, no_bars
 
 # %% auto #0

@@ -17,21 +17,27 @@ import numpy as np
 
 from ..base import Meter, check_known
 from ..local.engine import check_tokens
-from .wire import RESPONSE_ERRORS, HttpClient, Refused
-from .wire import Secret, one_line
+from rl_notebook.backends.services.wire import (
+    RESPONSE_ERRORS,
+    HttpClient,
+    Refused,
+    Secret,
+    one_line,
+)
 from ...core.align import completion_from_target, target_from_echo
 from ...core.findings import Finding, Findings
 from ...core.gaps import in_nats
 from ...core.retries import together
 from rl_notebook.core.types import (
+    NEUTRAL_SAMPLING,
     AlignmentError,
     BackendError,
     Completion,
     Logprobs,
     RLNotebookError,
     SampleParams,
+    quoted,
 )
-from ...core.types import NEUTRAL_SAMPLING, quoted
 
 # %% auto #0
 __all__ = []

@@ -27,8 +27,13 @@ from ...core.align import align_routing
 from ..base import Backend, Capabilities, Endpoint, Meter, check_known
 from ..local.engine import check_tokens
 from ..local.worker import Worker
-from .completions import DIALECTS, FINISH, OpenAISampler
-from .completions import request_seed, sort_logprobs
+from rl_notebook.backends.services.completions import (
+    DIALECTS,
+    FINISH,
+    OpenAISampler,
+    request_seed,
+    sort_logprobs,
+)
 from .wire import Secret, one_line
 from rl_notebook.backends.services.provision import (
     Infra,
@@ -36,40 +41,41 @@ from rl_notebook.backends.services.provision import (
     check_tokenizer,
     id_part,
     setup_infra,
+    training_client,
 )
-from .provision import training_client
 from rl_notebook.backends.services.resources import (
     Leftover,
     Resource,
     ResourceCleanup,
     as_backend_errors,
+    open_managers,
+    settle_leftovers,
+    still_there,
 )
-from .resources import open_managers, settle_leftovers, still_there
 from rl_notebook.backends.services.link import (
     Limits,
     Link,
+    SdkAdapter,
     ServiceReference,
     ServiceTrainer,
-    SdkAdapter,
-)
-from rl_notebook.backends.services.link import (
     check_reachable,
     fireworks_sdk,
     load_into,
     open_tokenizer,
     sdk_classes,
+    snapshot_remotely,
 )
-from .link import snapshot_remotely
 from ..contract import check_contract, probe_seed, toy_tokens
 from rl_notebook.config.config import (
+    ConcurrencyConfig,
     Config,
     DeployConfig,
     TrainerConfig,
     WeightSyncConfig,
+    completions_at_once,
     resumes_there,
     was_chosen,
 )
-from ...config.config import ConcurrencyConfig, completions_at_once
 from rl_notebook.core.types import (
     BackendError,
     Completion,
@@ -77,8 +83,8 @@ from rl_notebook.core.types import (
     Logprobs,
     RLNotebookError,
     SampleParams,
+    print_plain,
 )
-from ...core.types import print_plain
 from ...core.builtin import BUILTIN_LOSSES
 from ...core.findings import Finding, Findings
 from ...core.retries import AdaptiveLimit, Retries, together, with_retries_blocking

@@ -40,10 +40,10 @@ from rl_notebook.core.types import (
     Datum,
     Logprobs,
     LossOutput,
-    needs,
     RLNotebookError,
+    needs,
+    without_keys,
 )
-from ...core.types import without_keys
 from ...core.builtin import UNCOUNTED_LOSSES, builtin_inputs, builtin_loss, check_builtin
 from ...core.losses import LossOptions, make_loss_fn
 from ...core.retries import Retries, with_retries_blocking

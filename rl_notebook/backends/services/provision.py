@@ -30,8 +30,9 @@ from rl_notebook.backends.services.link import (
     load_into,
     result_of,
     sdk_adam,
+    sdk_classes,
+    sdk_datum,
 )
-from .link import sdk_classes, sdk_datum
 from rl_notebook.backends.services.resources import (
     STOPPED,
     Resource,

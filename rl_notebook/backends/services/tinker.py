@@ -33,34 +33,33 @@ from .completions import request_seed
 from .wire import Secret, key_from_env
 from rl_notebook.backends.services.link import (
     ENCODINGS,
+    CallRetries,
     Limits,
     Link,
     Sdk,
+    SdkAdapter,
     ServiceReference,
     ServiceTrainer,
-    CallRetries,
-)
-from rl_notebook.backends.services.link import (
-    SdkAdapter,
     check_reachable,
     fireworks_sdk,
     fresh_client,
     is_lost,
-)
-from rl_notebook.backends.services.link import (
     load_into,
     open_tokenizer,
     read_logprobs,
     result_of,
+    sdk_classes,
+    sdk_datum,
+    status_of,
 )
-from .link import sdk_classes, sdk_datum, status_of
 from rl_notebook.core.types import (
     BackendError,
-    ConfigError,
     Completion,
+    ConfigError,
     Logprobs,
+    SampleParams,
+    needs,
 )
-from ...core.types import SampleParams, needs
 from ...core.builtin import BUILTIN_LOSSES
 from ...core.findings import Finding, Findings
 from ...core.gaps import in_nats

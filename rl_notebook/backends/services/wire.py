@@ -25,8 +25,16 @@ import numpy as np
 from pydantic import SecretStr
 
 from ...config.settings import address_trouble
-from ...core.retries import RETRIED, AdaptiveLimit, AskAgain, Judge, Retries
-from ...core.retries import is_passing, retry_after, with_retries
+from rl_notebook.core.retries import (
+    RETRIED,
+    AdaptiveLimit,
+    AskAgain,
+    Judge,
+    Retries,
+    is_passing,
+    retry_after,
+    with_retries,
+)
 from ...core.types import BackendError, plain_text, quoted, without_keys
 from ...task.data import hide_queries
 
