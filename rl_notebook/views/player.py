@@ -304,7 +304,8 @@ async def work(player: Player, action: str) -> None:
     match action:
         case "play":
             while player.left > 0 and not over():
-                player.left -= await one_step(player, over)
+                if await one_step(player, over):
+                    player.left -= 1
                 await rest(player)
             if loop.stop_requested or not player.pausing:
                 player.left = math.inf

@@ -49,7 +49,7 @@ from rl_notebook.views.payloads import (
 )
 
 # %% auto #0
-__all__ = ['overview_json', 'TokenInspector', 'inspect_tokens']
+__all__ = ['inspect_tokens']
 
 # %% ../../nbs/views/03_tokens.ipynb #f5a82cad
 _STILL = ".jp-OutputArea-child:has(> .jp-OutputArea-output > [data-rln-static])"
@@ -583,9 +583,8 @@ class TokenInspector(anywidget.AnyWidget):
     _css = asset("tokens.css") + asset("table.css")
     items = traitlets.List().tag(sync=True)  # of `menu_payload`
     payload = traitlets.Dict().tag(sync=True)  # of `token_payload`, or a message
-    overview = traitlets.Dict(allow_none=True).tag(  # of `overview_payload`
-        sync=True, to_json=overview_json
-    )
+    # of `overview_payload`
+    overview = traitlets.Dict(allow_none=True).tag(sync=True, to_json=overview_json)
     figures = traitlets.Dict().tag(sync=True)  # of `inspector_figures`
     plotly = traitlets.Instance(PlotlyScript).tag(sync=True, **ipywidgets.widget_serialization)
     item = traitlets.Int(0).tag(sync=True)  # which sample is shown
