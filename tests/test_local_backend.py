@@ -316,7 +316,7 @@ def test_infinite_gradients_do_not_reach_the_weights():
 
 def test_an_update_copies_a_few_weights_at_a_time(monkeypatch):
     "Its metrics need no second copy of the model."
-    monkeypatch.setattr(local_module, "TRIED_AT_ONCE", 200)
+    monkeypatch.setitem(local_module.TRIED_AT_ONCE, "cpu", 200)
     backend = backend_of(reference=False)
     whole = backend_of(reference=False)
     datums = random_datums(4, 3)

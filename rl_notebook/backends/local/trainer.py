@@ -304,60 +304,93 @@ def _check_finite(tensors: Mapping[str, Tensor], kind: type[RLNotebookError], wh
         raise kind("not finite", where=where, got=got, expected="finite values", fix=fix)
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #b93c528f
-TRIED_AT_ONCE = 2**24  # weights of which a copy exists while an update is tried
+# weights of which a copy exists while an update is tried; on a CPU they stay in its cache
+TRIED_AT_ONCE = {"cpu": 2**20, "cuda": 2**26}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Parts = list[tuple[str, slice]]  # names of weights, and slices of them as flat tensors
 
 
-def scale_gradient(grad: Tensor, count: int, ratio: float) -> Tensor:
-    "The gradient divided by a count, and clipped by a ratio of at most 1, in place."
+def scale_gradients(grads: list[Tensor], count: int, ratio: float) -> None:
+    "Divide gradients by a count, and clip them by a ratio of at most 1, in place."
     if count != 1:
-        grad.div_(count)
+        torch._foreach_div_(grads, count)
     if ratio < 1:
-        grad.mul_(ratio)
-    return grad
+        torch._foreach_mul_(grads, ratio)
 
 
-def copied_part(whole: Tensor, part: slice) -> Tensor:
-    "A copy of a slice of the flat tensor."
-    return whole.detach().reshape(-1)[part].clone()
+def plan_trials(targets: Mapping[str, Tensor]) -> list[Parts]:
+    "Slices that cover all weights, in groups of at most `TRIED_AT_ONCE`."
+    groups: list[Parts] = []
+    free = 0
+    for name, t in targets.items():
+        limit = TRIED_AT_ONCE.get(t.device.type, 2**24)
+        for start in range(0, t.numel(), limit):
+            stop = min(start + limit, t.numel())
+            if stop - start > free:
+                groups.append([])
+                free = limit
+            groups[-1].append((name, slice(start, stop)))
+            free -= stop - start
+    return groups
 
 
-def try_part(
-    settings: Mapping[str, Any], t: Tensor, grad: Tensor, moments: Mapping[str, Tensor], part: slice
+def copy_parts(tensors: Mapping[str, Tensor], parts: Parts) -> list[Tensor]:
+    "Copies of slices of the flat tensors."
+    flat = [tensors[name].reshape(-1)[part] for name, part in parts]
+    return list(torch.cat(flat).split([len(x) for x in flat])) if flat else []
+
+
+def try_parts(
+    optimizer: torch.optim.AdamW,
+    targets: Mapping[str, Tensor],
+    parts: Parts,
+    count: int,
+    ratio: float,
 ) -> tuple[Tensor, Tensor]:
-    "Of an update of a slice of the flat weights: the norm of the move (), and whether the result is finite ()."
-    weights = copied_part(t, part)
-    weights.grad = grad
-    trial = torch.optim.AdamW([{**settings, "params": [weights]}])
-    if moments:
-        trial.state[weights] = {
-            k: v.clone() if k == "step" else copied_part(v, part) for k, v in moments.items()
-        }
+    "Of an update of P slices: the norms of the moves (P,), and whether weights and moments are finite then (P,)."
+    weights = copy_parts(targets, parts)
+    grads = copy_parts({name: t.grad for name, t in targets.items() if t.grad is not None}, parts)
+    scale_gradients(grads, count, ratio)
+    for w, grad in zip(weights, grads, strict=True):
+        w.grad = grad
+    groups = []
+    for group in optimizer.param_groups:
+        ids = {id(t) for t in group["params"]}
+        own = [w for w, (name, _) in zip(weights, parts, strict=True) if id(targets[name]) in ids]
+        groups.append({**group, "params": own})
+    trial = torch.optim.AdamW(groups)
+    moments = {name: state for name, t in targets.items() if (state := optimizer.state.get(t))}
+    known = [i for i, (name, _) in enumerate(parts) if name in moments]
+    for key in MOMENTS:
+        whole = {name: state[key] for name, state in moments.items()}
+        for i, value in zip(known, copy_parts(whole, [parts[i] for i in known]), strict=True):
+            trial.state[weights[i]][key] = value
+    steps = [moments[parts[i][0]]["step"] for i in known]
+    for i, step in zip(known, torch.stack(steps) if steps else (), strict=True):
+        trial.state[weights[i]]["step"] = step
     trial.step()
-    moved = [weights, *(v for k, v in trial.state[weights].items() if k != "step")]
-    finite = [made.isfinite().all() for made in moved]
-    return torch.linalg.vector_norm(weights - t.detach().reshape(-1)[part]), torch.stack(
-        finite
-    ).all()
+    made = [[trial.state[w][key] for w in weights] for key in MOMENTS]
+    largest = [torch._foreach_norm(values, torch.inf) for values in (weights, *made)]
+    finite = torch.stack([torch.stack(list(values)) for values in largest]).isfinite().all(0)
+    torch._foreach_sub_(weights, [targets[name].reshape(-1)[part] for name, part in parts])
+    return torch.stack(list(torch._foreach_norm(weights))), finite
 
 
 def try_update(
-    optimizer: torch.optim.AdamW, targets: Sequence[Tensor], count: int, ratio: float
-) -> tuple[list[Tensor], list[bool]]:
-    "For each target, how far an update would move it, as a norm (), and whether it would be finite; changes nothing."
-    settings = {t: group for group in optimizer.param_groups for t in group["params"]}
-    moves = list[Tensor]()
-    finite = list[Tensor]()
-    for t in targets:
-        parts = [(t.new_zeros(()), t.new_ones((), dtype=torch.bool))]
-        for start in () if t.grad is None else range(0, t.numel(), TRIED_AT_ONCE):
-            part = slice(start, start + TRIED_AT_ONCE)
-            assert t.grad is not None
-            grad = scale_gradient(copied_part(t.grad, part), count, ratio)
-            parts.append(try_part(settings[t], t, grad, optimizer.state.get(t, {}), part))
-        norms, whole = zip(*parts, strict=True)
-        moves.append(torch.linalg.vector_norm(torch.stack(norms)))
-        finite.append(torch.stack(whole).all())
-    return moves, torch.stack(finite).tolist()
+    optimizer: torch.optim.AdamW, targets: Mapping[str, Tensor], count: int, ratio: float
+) -> tuple[list[tuple[str, Tensor]], list[str]]:
+    "How far an update would move parts of each weight, as norms (), and what would not be finite; changes nothing."
+    moving = {name: t for name, t in targets.items() if t.grad is not None}
+    moves = [(name, t.new_zeros(())) for name, t in targets.items() if name not in moving]
+    plan = plan_trials(moving)
+    trials = [try_parts(optimizer, moving, parts, count, ratio) for parts in plan]
+    names = [name for parts in plan for name, _ in parts]
+    if names:
+        norms, finite = (torch.cat(values) for values in zip(*trials, strict=True))
+        moves += zip(names, norms, strict=True)
+        bad = [name for name, ok in zip(names, finite.tolist(), strict=True) if not ok]
+        return moves, list(dict.fromkeys(bad))
+    return moves, []
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #416ab22a
 def update(
@@ -365,11 +398,11 @@ def update(
 ) -> dict[str, float]:
     "One AdamW step with the accumulated gradient, which it uses up; raises `BackendError`, and changes nothing then."
     count = divisor(normalization, state.loss_tokens, state.sequences)
-    targets = state.targets
+    targets = dict(zip(state.params, state.targets, strict=True))
     where = f"optim_step, update {state.steps + 1}"
     same = "Weights, moments and gradient are as before."
     with torch.no_grad():
-        grads = [t.grad for t in targets if t.grad is not None]
+        grads = [t.grad for t in targets.values() if t.grad is not None]
         norm = float(get_total_norm(grads)) / count
         if not np.isfinite(norm):
             fix = f"{same} Run the backward pass with another loss; in a loop: loop.loss(...), await loop.backward()."
@@ -379,22 +412,22 @@ def update(
         clipped = min(norm, adam.grad_clip_norm) if adam.grad_clip_norm > 0 else norm
         optimizer = adamw(state, adam)
         ratio = clipped / norm if clipped < norm else 1.0
-        moves, finite = try_update(optimizer, targets, count, ratio)
-        if bad := [name for name, ok in zip(state.params, finite, strict=True) if not ok]:
-            _check_finite(dict(zip(state.params, targets, strict=True)), BackendError, where)
+        moves, bad = try_update(optimizer, targets, count, ratio)
+        if bad:
+            _check_finite(targets, BackendError, where)
             fix = f"{same} Lower learning_rate ({adam.learning_rate:g}) or raise adam_eps ({adam.eps:g}), and update "
             fix += "again; in a loop: loop.change(learning_rate=...), await loop.optimize()."
             got = _name_not_finite(bad)
             raise BackendError(
                 "update rejected", where=where, got=got, expected="finite weights", fix=fix
             )
-        for grad in grads:
-            scale_gradient(grad, count, ratio)
+        scale_gradients(grads, count, ratio)
         optimizer.step()
-        for name, master in state.masters.items():
-            state.params[name].copy_(master)
+        if state.masters:
+            half: list[Tensor] = [state.params[name] for name in state.masters]
+            torch._foreach_copy_(half, list(state.masters.values()))
     metrics = {"grad_norm": norm, "grad_norm_clipped": clipped, "learning_rate": adam.learning_rate}
-    layers = _layer_norms("update_norm", state.params, moves)
+    layers = _layer_norms("update_norm", *zip(*moves, strict=True))
     metrics |= {"update_norm": float(np.linalg.norm([*layers.values()])), **layers}
     metrics |= {
         "num_loss_tokens": float(state.loss_tokens),
