@@ -445,6 +445,27 @@ def test_a_setting_that_a_rollout_function_would_ignore_is_rejected(setting):
         make_loop(reward=rollout_fn, **setting)
 
 
+def test_the_system_prompt_is_in_front_of_rows_that_are_passed():
+    rows = [
+        {"question": "2+2", "answer": "4"},
+        {
+            "messages": [
+                {"role": "system", "content": "Mine."},
+                {"role": "user", "content": "3+3"},
+            ]
+        },
+    ]
+    cfg = Config(**SMALL_RUN | {"shuffle": False, "system_prompt": "Be short."})
+    backend = open_local("tiny")
+    read = [list(rows), load_rows(rows)]
+    loops = [GRPOLoop(backend, each, len, cfg, eval_rows=each) for each in read]
+    for loop in loops:
+        asked = [row.messages[0] for row in (*loop.rows, *loop.eval_rows)]
+        contents = [message["content"] for message in asked]
+        assert contents == ["Be short.", "Mine."] * 2
+        assert "Be short." in backend.tokenizer.decode(loop.prompts()[0].tokens)
+
+
 def test_a_setting_that_the_backend_would_ignore_is_rejected():
     loop = make_loop()
     for change, message in [

@@ -424,12 +424,18 @@ async def check_stops(stops: Sequence[str], row: Row, reward_fns: Any) -> list[F
 
 # %% ../../nbs/experiments/03_preflight.ipynb #8ff94c2d
 async def first_completions(
-    backend: Backend, rows: Any, reward: Any, cfg: Config, prompts: int, samples: int, spent: Spent
+    backend: Backend,
+    rows: Sequence[Row],
+    reward: Any,
+    cfg: Config,
+    prompts: int,
+    samples: int,
+    spent: Spent,
 ) -> tuple[list[Prompt], list[PromptGroup], list[Finding]]:
     "The first prompts of a run, their graded completions, what earns for nothing, and what a stop string cuts off."
     task = as_task(reward, cfg.signal, rollout_setup(backend, cfg))
     room = {"max_seq_len": cfg.max_seq_len, "max_completion_tokens": cfg.max_completion_tokens}
-    first = first_cursor(as_rows(rows), cfg.task).peek(max(prompts, AUDITED_ROWS))
+    first = first_cursor(rows, cfg.task).peek(max(prompts, AUDITED_ROWS))
     asked = encode_for(first[:prompts], backend, cfg.task, **room)
     params = cfg.sample_params(n=samples, seed=cfg.seed)
     sampler = bounded(backend.sampler, completions_at_once(cfg))
@@ -482,7 +488,7 @@ async def preflight(
     check_backend_fits(cfg, backend, rows)
     spent = Spent(backend.meter)
     before = peak_memory()
-    rows = as_rows(rows)
+    rows = as_rows(rows, system_prompt=cfg.system_prompt)
     asked, groups, rewarded = await first_completions(
         backend, rows, reward, cfg, prompts, samples, spent
     )

@@ -630,7 +630,11 @@ class GRPOLoop(Loop):
             if rows is None and self.evaluation_fn is not None:
                 self.eval_metrics = await custom_evaluation(self, self.evaluation_fn)
             else:
-                held_out = self.eval_rows if rows is None else as_rows(rows)
+                held_out = (
+                    self.eval_rows
+                    if rows is None
+                    else as_rows(rows, system_prompt=self.cfg.system_prompt)
+                )
                 groups = await held_out_groups(self, held_out)
                 self.eval_metrics = evaluation_metrics(groups, self.cfg.task)
         return self.eval_metrics
@@ -930,7 +934,7 @@ class GRPOLoop(Loop):
         `rows`: anything that `load_rows` takes, with the answer as `completion`, as the assistant's last message or as
         `answer`. Its tokens and the end of the turn are trained on; a service computes this loss itself if it can. The
         sampler has the weights at the end, unless `weight_sync_interval` is 0. Raises `DataError` for a row that gives no text."""
-        answered = as_rows(rows)
+        answered = as_rows(rows, system_prompt=self.cfg.system_prompt)
         done = RunRecords()
         self.stop_requested = False
         upcoming = itertools.cycle(answered)

@@ -29,7 +29,7 @@ from rl_notebook.core.types import (
 from ..config.config import Config
 from ..config.settings import LossSettings, SignalSettings, TaskSettings
 from ..task.chat import with_template
-from ..task.data import Cursor, Prompt, Row, check_columns, load_rows
+from ..task.data import Cursor, Prompt, Row, check_columns, load_rows, with_system_prompt
 from ..task.rewards import Limits, as_reward_fns, make_soft_overlong
 from ..backends.base import Backend
 from ..runs.records import encode
@@ -67,6 +67,15 @@ class Task:
         )
 
 # %% ../../nbs/loop/04_setup.ipynb #0e4044de
+def grades_itself(grader: Any) -> bool:
+    "Whether it is a rollout function, or makes one: then there are no reward functions."
+    return (
+        isinstance(grader, RolloutFactory)
+        or first_parameter(grader) == "setup"
+        or is_rollout_fn(grader)
+    )
+
+
 def as_task(grader: Any, signal: SignalSettings, setup: RolloutSetup) -> Task:
     "Reward functions, a rollout function or a rollout factory, distinguished by type, else by their first parameter."
     if isinstance(grader, RolloutFactory) or first_parameter(grader) == "setup":
@@ -231,15 +240,17 @@ def check_takes(role: str, function: Any, names: Sequence[str]) -> None:
 
 # %% ../../nbs/loop/04_setup.ipynb #f0b51039
 def as_rows(
-    rows: Any, require: Collection[str] = ()
-) -> list[Row]:  # require: columns that they must have
+    rows: Any,
+    require: Collection[str] = (),  # columns that they must have
+    system_prompt: str | None = None,  # in front of conversations that have none
+) -> list[Row]:
     "Rows as they are, or loaded; raises `DataError` that names what one lacks."
     if isinstance(rows, Sequence) and len(rows) and all(isinstance(r, Row) for r in rows):
         for row in rows:
             check_columns(row.data, row.answer, row.where, require)
-        known = list(rows)
+        known = [with_system_prompt(row, system_prompt) for row in rows]
     else:
-        known = load_rows(rows, require=require)
+        known = load_rows(rows, require=require, system_prompt=system_prompt)
     for row in known:
         check_recordable(row)
     return known

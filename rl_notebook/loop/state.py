@@ -288,8 +288,9 @@ class Loop:
             reward, self.cfg.signal, rollout_setup(backend, self.cfg, extras, self.sampler)
         )
         read = [] if self.task.reward_fns is None else columns_read(self.task.reward_fns)
-        self.rows = as_rows(rows, read)
-        self.eval_rows = as_rows(eval_rows, read) if len(eval_rows) else []
+        system_prompt = self.cfg.system_prompt
+        self.rows = as_rows(rows, read, system_prompt)
+        self.eval_rows = as_rows(eval_rows, read, system_prompt) if len(eval_rows) else []
         self.keep = dynamic_filter_fn or (lambda group: not has_no_signal(group.rewards))
         self.make_loss = make_loss
         self.advantage_fn = load_advantage_fn(advantage_fn or self.cfg.advantage_fn)

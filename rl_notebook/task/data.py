@@ -40,7 +40,7 @@ from rl_notebook.core.types import (
 )
 
 # %% auto #0
-__all__ = ['Row', 'hub_trouble', 'load_rows']
+__all__ = ['Row', 'with_system_prompt', 'hub_trouble', 'load_rows']
 
 # %% ../../nbs/task/00_data.ipynb #1728c709
 def plain_values(value: Any) -> Any:
@@ -189,9 +189,7 @@ def _parse_conversation(text: str, where: str, name: str) -> list[Any] | None:  
     raise DataError(name, where=where, got=quoted(text), expected=expected, fix=fix)
 
 # %% ../../nbs/task/00_data.ipynb #52024c24
-def _prompt(
-    record: Mapping[str, Any], where: str, name: str, system_prompt: str | None
-) -> dict[str, Any]:
+def _prompt(record: Mapping[str, Any], where: str, name: str) -> dict[str, Any]:
     "The prompt in a column of a record, in whichever of the three forms it comes, as fields of a `Row`."
     value = record[name]
     if name in TOKEN_COLUMNS:
@@ -213,7 +211,7 @@ def _prompt(
     else:
         expected = "a list of messages" if name == "messages" else "a text or a list of messages"
         raise DataError(name, where=where, got=quoted(value), expected=expected)
-    return _with_system(form, system_prompt, where)
+    return form
 
 
 def _check_text(form: Mapping[str, Any], name: str, where: str) -> None:
@@ -240,19 +238,19 @@ def _token_ids(value: Any, name: str, where: str) -> tuple[int, ...]:
     return tuple(int(t) for t in value)
 
 # %% ../../nbs/task/00_data.ipynb #2d2370a8
-def _with_system(form: dict[str, Any], system_prompt: str | None, where: str) -> dict[str, Any]:
-    "The prompt with a system message in front, where it has none."
+def with_system_prompt(row: Row, system_prompt: str | None, where: str | None = None) -> Row:
+    "The row with a system message in front, where it has none; raises `DataError` for one that is no conversation."
     if system_prompt is None:
-        return form
-    messages = form.get("messages")
-    if messages is None:
-        got = f"a row with {next(iter(form))}"
+        return row
+    if row.messages is None:
+        got = f"a row with {'prompt' if row.prompt is not None else 'prompt_tokens'}"
         fix = "Put the instruction into the prompt itself."
-        raise DataError("system_prompt", where=where, got=got, expected="a conversation", fix=fix)
-    has_one = messages[0]["role"] == "system"
-    return (
-        form if has_one else {"messages": ({"role": "system", "content": system_prompt}, *messages)}
-    )
+        raise DataError(
+            "system_prompt", where=where or row.where, got=got, expected="a conversation", fix=fix
+        )
+    if row.messages[0]["role"] == "system":
+        return row
+    return replace(row, messages=({"role": "system", "content": system_prompt}, *row.messages))
 
 # %% ../../nbs/task/00_data.ipynb #e2c74e9c
 UNSUPPORTED_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")  # columns
@@ -392,11 +390,11 @@ def make_row(
         name: readers for name, readers in read_by(require).items() if name not in unknown_names
     }
     check_columns(data, answer, place, needed, missing, named)
-    form = _prompt(data, place, name or "", system_prompt)
+    form = _prompt(data, place, name or "")
     _check_text(form, name or "", place)
-    return Row(
-        key=key, answer=answer, data=data, options=_template_options(data, form, place), **form
-    )
+    options = _template_options(data, form, place)
+    row = Row(key=key, answer=answer, data=data, options=options, **form)
+    return with_system_prompt(row, system_prompt, place)
 
 # %% ../../nbs/task/00_data.ipynb #3a80d55f
 _Records = Iterator[tuple[str, Any]]  # each with its place
