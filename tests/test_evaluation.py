@@ -139,11 +139,14 @@ def test_keep_best_takes_only_a_metric_that_is_measured(tmp_path, samples):
         rln.open_local(*rln.load_model("tiny"), inline=True), toy_rows(4), toy_reward, Config(**SMALL_RUN | settings),
         eval_rows=toy_rows(2, split="heldout"),
     )  # fmt: skip
-    assert [*asyncio.run(loop.evaluate())] == evaluation_names(samples)
+    assert [*asyncio.run(loop.evaluate())] == evaluation_names(samples, ["toy_reward"])
     cfg = Config(**SMALL_RUN | settings, keep_best="eval/rewards")
     with pytest.raises(ConfigError, match=r"one of eval/reward, .*Did you mean 'eval/reward'"):
         asyncio.run(train(cfg, backend=object()))  # before anything is asked of a backend
     assert not (tmp_path / "run").exists()
+    best = Config(**SMALL_RUN | settings, keep_best="eval/rewards/toy_reward/mean")
+    asyncio.run(train(best, backend=rln.open_local("tiny")))
+    assert read_best(tmp_path / "run")["metric"] == "eval/rewards/toy_reward/mean"
 
 
 def test_a_metric_that_is_not_measured_is_named(tmp_path):

@@ -27,7 +27,7 @@ def reward_names(groups: Sequence[PromptGroup]) -> list[str]:
     return list(dict.fromkeys(name for g in groups for s in g.samples for name in s.rewards))
 
 
-def _per_function(groups: Sequence[PromptGroup]) -> dict[str, float]:
+def per_reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     "`rewards/NAME/mean` and `/std` over samples that the function could score."
     out: dict[str, float] = {}
     for name in reward_names(groups):
@@ -77,7 +77,7 @@ def reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
         "frac_dead_high": ends["high"] / max(len(rewards), 1),
         "frac_dead_low": ends["low"] / max(len(rewards), 1),
     }
-    return out | _per_function(groups) | _logged(groups)
+    return out | per_reward_metrics(groups) | _logged(groups)
 
 # %% ../../nbs/core/11_metrics.ipynb #29f2091a
 def completion_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
@@ -136,9 +136,10 @@ def pass_metrics(groups: Sequence[PromptGroup], asked: int, passing: float) -> d
     }
 
 # %% ../../nbs/core/11_metrics.ipynb #c328a26b
-def evaluation_names(asked: int) -> list[str]:
-    "The metrics of an evaluation with this number of completions of each prompt."
+def evaluation_names(asked: int, rewards: Sequence[str] = ()) -> list[str]:
+    "The metrics of an evaluation with this number of completions of each prompt, and these reward functions."
     names = ["eval/reward", "eval/mean_length", "eval/clipped_ratio", "eval/num_samples"]
+    names += [f"eval/rewards/{name}/{part}" for name in rewards for part in ("mean", "std")]
     return names + [f"eval/avg@{asked}", *(f"eval/pass@{k}" for k in pass_sizes(asked))] * (
         asked > 1
     )

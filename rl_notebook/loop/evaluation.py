@@ -18,7 +18,7 @@ __all__ = []
 
 # %% ../../nbs/loop/09_evaluation.ipynb #0dec33e8
 from ..config.settings import TaskSettings
-from ..core.metrics import pass_metrics
+from ..core.metrics import pass_metrics, per_reward_metrics
 from ..core.retries import together
 from rl_notebook.core.types import (
     ConfigError,
@@ -71,7 +71,7 @@ async def held_out_groups(loop: Loop, rows: Sequence[Row]) -> list[PromptGroup]:
 
 
 def evaluation_metrics(groups: Sequence[PromptGroup], task: TaskSettings) -> dict[str, float]:
-    "Mean reward and length of held-out groups, and pass@k where there are several samples of each."
+    "Mean reward and length of held-out groups, each reward function's mean, and pass@k where there are several samples of each."
     samples = [s for g in groups for s in g.samples]
     metrics = {
         "eval/reward": float(np.concatenate([g.rewards for g in groups]).mean()),
@@ -79,6 +79,7 @@ def evaluation_metrics(groups: Sequence[PromptGroup], task: TaskSettings) -> dic
         "eval/clipped_ratio": float(np.mean([s.truncated for s in samples])),
         "eval/num_samples": float(len(samples)),
     }
+    metrics |= {f"eval/{name}": value for name, value in per_reward_metrics(groups).items()}
     if task.eval_samples > 1:
         metrics |= pass_metrics(groups, task.eval_samples, task.eval_pass_reward)
     return metrics

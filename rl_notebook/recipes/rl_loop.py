@@ -47,6 +47,7 @@ from rl_notebook.loop.setup import (
     as_rows,
     check_loss,
     encode_for,
+    grades_itself,
     load_advantage_fn,
     plain_prompts,
 )
@@ -70,7 +71,7 @@ from rl_notebook.runs.run import (
     read_checkpoint,
     write_best,
 )
-from ..task.rewards import reward_fn, columns_read
+from ..task.rewards import as_reward_fns, reward_fn, columns_read
 from ..loop.rollouts import RolloutFactory, as_rollout_fn
 from ..loop.step import LossFactory
 from ..task.models import find_model
@@ -420,7 +421,9 @@ def check_problem(cfg: Config, problem: Problem) -> None:
     check_loss(cfg.loss, problem.make_loss)
     # what an `evaluation_fn` measures, its first call says
     if cfg.keep_best is not None and problem.evaluation_fn is None:
-        check_measured(cfg.keep_best, evaluation_names(cfg.eval_samples))
+        graders = () if grades_itself(problem.reward) else as_reward_fns(problem.reward)
+        names = evaluation_names(cfg.eval_samples, [fn.name for fn in graders])
+        check_measured(cfg.keep_best, names)
 
 
 CUSTOM_FUNCTIONS = ("rollout_fn_factory", "rollout_fn", "reward", "advantage_fn", "make_loss")
