@@ -46,6 +46,7 @@ _HOMES = {
     "insight.doctor.doctor": "diagnose",
     "experiments.trainers": "compare_trainers",
     "experiments.whatif": "reward_lab what_if",
+    "experiments.fork": "fork",
     "views.charts": "chart",
     "views.tokens": "inspect_tokens",
     "views.dashboard": "Dashboard",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from .loop.loop import GRPOLoop as GRPOLoop
     from .core.losses import make_loss_fn as make_loss_fn
     from .core.losses import register_loss as register_loss
+    from .experiments.fork import fork as fork
     from .experiments.preflight import preflight as preflight
     from .recipes.rl_loop import main as main
     from .recipes.rl_loop import train as train

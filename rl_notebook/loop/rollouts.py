@@ -355,6 +355,8 @@ class RolloutTrace:
 
 # each rollout is a task, with a trace
 CURRENT_TRACE: ContextVar[RolloutTrace | None] = ContextVar("rollout_trace", default=None)
+# serves the rollouts of a task instead of the sampler that they were given
+STAND_IN: ContextVar[Sampler | None] = ContextVar("stand_in", default=None)
 
 
 @dataclass(frozen=True)
@@ -365,10 +367,11 @@ class RecordingSampler:
 
     async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
         "As the sampler does, with a seed from the trace if there is none."
+        sampler = STAND_IN.get() or self.sampler
         if (trace := CURRENT_TRACE.get()) is None:
-            return await call_sampler(self.sampler, prompt_tokens, params)
+            return await call_sampler(sampler, prompt_tokens, params)
         seed = trace.next_seed() if params.seed is None else params.seed
-        completions = await call_sampler(self.sampler, prompt_tokens, replace(params, seed=seed))
+        completions = await call_sampler(sampler, prompt_tokens, replace(params, seed=seed))
         trace.completions += completions
         return completions
 
