@@ -618,6 +618,7 @@ async def diagnose_run(
     from rl_notebook.runs.run import Run, readable
 
     run = Run.open(path)
+    run.need_tokens("doctor")
     of_others = run.reader is not None or str(run.config.get("trainer", "")).startswith("trl ")
     chosen, first = (_worth_a_look(run), run.steps[:EARLY]) if step is None else ([step], [])
     records = readable(run, sorted({*chosen, *first})) if step is None else [run.record(step)]
@@ -1052,12 +1053,25 @@ def describe_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str
     )
 
 # %% ../nbs/00_cli.ipynb #78f1060d
+def describe_numbers(run: Run, step: int) -> tuple[dict[str, Any], str]:
+    "A step of a log of numbers: all of them, and what would bring the completions."
+    record = run.record(step)
+    metrics = {name: v if math.isfinite(v) else None for name, v in record.metrics.items()}
+    data = {"step": step, "verdict": record.verdict, "metrics": metrics, "origin": run.origin}
+    lines = [f"  {name:<48} {value:.6g}" for name, value in record.metrics.items()]
+    hook = run.reader.hook if run.reader else ""
+    absent = f"No completions, tokens and logprobs in a log of numbers. To have them: {hook}."
+    return data, "\n".join([record.verdict, *lines, absent])
+
+
 def describe_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
     "The x-ray, the doctor's diagnosis and the completions of a step."
     from rl_notebook.insight.doctor.doctor import diagnose_evidence
     from rl_notebook.insight.doctor.evidence import gather
     from rl_notebook.insight.xray import xray
 
+    if run.is_log:
+        return describe_numbers(run, step)
     record, before = run.record(step), run.record(step - 1) if step - 1 in run.steps else None
     report = xray(record, before)
     table = record.completions_table()
@@ -1149,6 +1163,7 @@ def describe_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[
     "One completion: prompt, text, rewards, and a row per token, with every series of its datum."
     from rl_notebook.show.html import shown_text
 
+    run.need_tokens("one completion")
     record = run.record(step)
     facts = _rows(select_completion(record.completions_table(), group, sample))
     if not facts:

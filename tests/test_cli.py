@@ -518,17 +518,14 @@ def test_runs_near_by_are_named(demo, tmp_path, monkeypatch, capsys):
     shutil.copytree(demo[0], tmp_path / "runs" / "first")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "progress.csv").write_text("step,reward\n1,0.5\n")
-    for path in ("nope", "runs", "runs/frist", "runs/first/steps", "."):
+    for path in ("nope", "runs", "runs/frist", "runs/first/steps"):
         assert main(["show", path]) == 2
         assert "Runs near by: runs/first." in capsys.readouterr().err.replace("./", ""), path
-    for path in ("runs/first/metrics.jsonl", "progress.csv"):
-        assert main(["show", path]) == 2
-        output = capsys.readouterr().err
-        assert (
-            f"got a file ({Path(path).name} is a log of metrics: it has no completions, tokens or logprobs)"
-            in output
-        )
-        assert "Runs near by: runs/first." in output
+    assert main(["show", "runs/first/metrics.jsonl"]) == 0
+    assert "runs/first is the folder of this run" in capsys.readouterr().out
+    for path in ("progress.csv", "."):  # a log of numbers
+        assert main(["show", path]) == 0
+        assert "numbers only (progress.csv): 1 step" in capsys.readouterr().out
 
 
 def test_a_part_of_a_place_says_which_part_is_missing(demo, capsys):

@@ -140,6 +140,17 @@ class Change:
     where: str = ""
 
 
+def reward_ends(record: StepRecord) -> tuple[float, float]:
+    "Lowest and highest reward of a step; without its groups as a log has them, or two standard deviations from the mean."
+    rewards = np.concatenate([np.zeros(0), *(g.rewards for g in record.groups)])
+    if np.isfinite(rewards).any():
+        return np.nanmin(rewards), np.nanmax(rewards)
+    numbers = record.metrics
+    reward = numbers.get("reward", math.nan)
+    reach = 2 * numbers.get("reward_std", math.nan)
+    return numbers.get("reward_min", reward - reach), numbers.get("reward_max", reward + reach)
+
+
 class RunHistory:
     "The records of a run in order, but for those of a warm-up, and their numbers as arrays."
 
@@ -161,14 +172,9 @@ class RunHistory:
         self.columns = {
             n: np.array([r.metrics.get(n, math.nan) for r in self.records]) for n in names
         }
-        rewards = [
-            np.concatenate([np.zeros(0), *(g.rewards for g in r.groups)]) for r in self.records
-        ]
-        ends = [
-            (np.nanmin(r), np.nanmax(r)) if np.isfinite(r).any() else (math.nan, math.nan)
-            for r in rewards
-        ]
+        ends = [reward_ends(r) for r in self.records]
         self.ends = np.array(ends).reshape(-1, 2)  # lowest and highest reward of each step
+        self.has_groups = any(r.groups for r in self.records)
         # several steps look at one
         self.lengths = functools.cache(lambda t, name: length_pairs(self.records[t], name))
 
@@ -191,6 +197,8 @@ class RunHistory:
         "Whether the last five steps earned nearly all that a completion ever did."
         reward = self.finite("reward", t)[1]
         top = float(np.nanmax(self.ends[: t + 1, 1], initial=-math.inf))
+        if not self.has_groups:  # what a completion can earn is not known, what steps earned is
+            top = float(reward.max(initial=-math.inf))
         worst = float(reward.min(initial=top))
         return top > worst and float(np.median(reward[-5:])) >= top - 0.15 * (top - worst)
 
@@ -277,6 +285,8 @@ def zero_variance_grew(history: RunHistory, t: int) -> Change | None:
     solved = (
         float(np.mean([g.rewards[0] > history.middle(t) for g in no_signal])) if no_signal else 0.0
     )
+    if not history.has_groups:
+        solved = float(history.solved(t))
     if solved > 0.5:
         return None
     begins = min(np.flatnonzero(share <= (best + now) / 2)[-1] + 1, len(indices) - 1)

@@ -64,6 +64,7 @@ async def open_trained(
     from rl_notebook.backends.local.trainer import open_local
 
     run = Run.open(path)
+    run.need_folder("export")
     cfg = Config.from_dict(run.config)
     if not cfg.trained_here:
         raise ConfigError(

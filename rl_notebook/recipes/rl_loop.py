@@ -760,6 +760,7 @@ async def loop_for(
 ) -> AsyncIterator[tuple[Run, GRPOLoop]]:
     "A run, and a fresh loop over what it names (with `trust`, wherever it was started), to reach a step of it."
     run = Run.open(path, trust=trust)
+    run.need_folder("replay")
     run.record(step)  # is it there? asked before a model is loaded
     cfg = Config.from_dict(run.config_at(step))
     check_functions(cfg, problem)
