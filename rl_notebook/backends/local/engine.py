@@ -710,7 +710,7 @@ def echo(engine: Engine, sequences: Sequence[Sequence[int] | np.ndarray]) -> lis
             )
             real = sent(np.flatnonzero(columns), ids.device)
             features = engine.causal.features(ids[:, :-1]).flatten(0, 1)
-            flat = engine.causal.logprobs(features[real], ids[:, 1:].flatten()[real])
+            flat, _ = engine.causal.logprobs(features[real], ids[:, 1:].flatten()[real])
             parts = flat.double().cpu().split([len(sequences[i]) - 1 for i in group])
             for i, part in zip(group, parts, strict=True):
                 results[i] = part.numpy()

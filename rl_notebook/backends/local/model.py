@@ -8,14 +8,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import get_gradient_edge
 
 from rl_notebook.backends.local.fast import (
     EMPTY_PREFIX,
@@ -41,7 +39,7 @@ def rows_at_once(where: Tensor, width: int, chunk: int | None = None) -> int:
     return max(1, (chunk or CHUNK.get(where.device.type, 2**24)) // width)
 
 
-def logits_of(features: Tensor, head: Callable[[Tensor], Tensor] | None) -> Tensor:
+def logits_of(features: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     "(M, D) features to (M, V) logits in at least float32; without a head, the features are the logits."
     logits = features if head is None else head(features)
     return logits if logits.dtype == torch.float64 else logits.float()
@@ -70,102 +68,115 @@ def pick_logprobs(
     return logprobs.gather(-1, targets[:, None]).squeeze(-1)
 
 # %% ../../../nbs/backends/local/04_model.ipynb #7dc8fd27
-def parted(entropy: Tensor | None, length: int, chunk: int) -> Sequence[Tensor | None]:
-    "What is to be filled, chunk by chunk."
-    return [None] * -(-length // chunk) if entropy is None else entropy.split(chunk)
+def d_logits(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    d_logprobs: Tensor,
+    d_entropies: Tensor | None = None,
+    entropies: Tensor | None = None,
+) -> Tensor:
+    "(M, V) derivatives by the logits of sum(d_logprobs * logprobs), and of sum(d_entropies * entropies)."
+    logits = logits if temperature == 1 else logits / temperature
+    scale = (d_logprobs / temperature)[:, None]
+    if d_entropies is None or entropies is None:
+        result = logits.softmax(-1).mul_(-scale)
+    else:
+        logprobs = logits.log_softmax(-1)
+        # 0 * -inf is not a number
+        slopes = logprobs.clamp(min=-1e4).add_(entropies[:, None])
+        slopes.mul_((d_entropies / temperature)[:, None]).add_(scale)
+        result = logprobs.exp_().mul_(slopes).neg_()
+    return result.scatter_add_(1, targets[:, None], scale)
+
+
+def add_each(sums: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    "Add tensors to others in place."
+    for total, part in zip(sums, parts, strict=True):
+        total += part
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    "Chunked logprobs of a bias-free linear head; no logits are kept between forward and backward."
+    "Logprobs and entropies of any head in chunks; no logits are kept between forward and backward."
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk, entropy):
+    def forward(ctx, features, targets, head, temperature, rows, wanted, at_once, *weights):
+        entropy, ctx.with_entropy_grad = wanted
+        ctx.head = head
         ctx.temperature = temperature
-        ctx.chunk = chunk
-        ctx.frozen = not ctx.needs_input_grad[1]
-        values = []
-        dlogprobs = []
-        parts = hidden.split(chunk), targets.split(chunk), parted(entropy, len(targets), chunk)
-        for h, t, e in zip(*parts, strict=True):
-            logits = logits_of(F.linear(h, weight), None)
-            values.append(pick_logprobs(logits, t, temperature, e))
-            if ctx.frozen:
-                p = (logits / temperature).softmax(-1).to(weight.dtype)
-                dlogprobs.append((weight[t] - p @ weight) / temperature)
-        if ctx.frozen:
-            ctx.save_for_backward(torch.cat(dlogprobs))
-        else:
-            ctx.save_for_backward(hidden, weight, targets)
-        return torch.cat(values)
+        ctx.rows = rows
+        ctx.at_once = at_once
+        logprobs = []
+        d_features = []
+        dtype = torch.promote_types(features.dtype, torch.float32)
+        entropies = features.new_empty(len(targets), dtype=dtype)
+        for f, t, h in zip(
+            features.split(rows), targets.split(rows), entropies.split(rows), strict=True
+        ):
+            with torch.set_grad_enabled(at_once):
+                f = f.detach().requires_grad_(at_once)
+                logits = head(f)
+            values = logits_of(logits.detach())
+            logprobs.append(pick_logprobs(values, t, temperature, h if entropy else None))
+            if at_once:
+                slopes = d_logits(values, t, temperature, torch.ones_like(h))
+                d_features += torch.autograd.grad(logits, f, slopes.to(logits.dtype))
+        kept = [torch.cat(d_features)] if at_once else [features, targets, entropies, *weights]
+        ctx.save_for_backward(*kept)
+        if not ctx.with_entropy_grad:
+            ctx.mark_non_differentiable(entropies)
+        return torch.cat(logprobs), entropies
 
     @staticmethod
     def backward(ctx, *grads):
-        (g,) = grads
-        if ctx.frozen:
-            (dlogprobs,) = ctx.saved_tensors
-            return dlogprobs * g[:, None].to(dlogprobs.dtype), None, None, None, None, None
-        hidden, weight, targets = ctx.saved_tensors
-        d_hidden = []
-        d_weight = torch.zeros_like(weight, dtype=g.dtype)
-        for h, t, gc in zip(
-            hidden.split(ctx.chunk), targets.split(ctx.chunk), g.split(ctx.chunk), strict=True
-        ):
-            scale = (gc / ctx.temperature)[:, None]
-            p = (logits_of(F.linear(h, weight), None) / ctx.temperature).softmax(-1)
-            d_logits = p.mul_(-scale).scatter_add_(1, t[:, None], scale).to(weight.dtype)
-            d_hidden.append(d_logits @ weight)
-            d_weight += d_logits.t() @ h
-        return torch.cat(d_hidden), d_weight.to(weight.dtype), None, None, None, None
+        d_logprobs, d_entropies = grads
+        rest = (None,) * 6
+        if ctx.at_once:
+            (d_features,) = ctx.saved_tensors
+            return d_features * d_logprobs[:, None].to(d_features.dtype), *rest
+        features, targets, entropies, *weights = ctx.saved_tensors
+        d_features = torch.zeros_like(features)
+        d_weights = [torch.zeros_like(w, dtype=d_logprobs.dtype) for w in weights]
+        series = (features, targets, d_logprobs, d_entropies, entropies, d_features)
+        for f, t, d_l, d_h, h, d_f in zip(*(x.split(ctx.rows) for x in series), strict=True):
+            with torch.enable_grad():
+                f = f.detach().requires_grad_()
+                logits = ctx.head(f)
+            values = logits.detach()
+            # the logits are let go before their derivative comes
+            behind = get_gradient_edge(logits)
+            del logits
+            more = (d_h, h) if ctx.with_entropy_grad else ()
+            slopes = d_logits(logits_of(values), t, ctx.temperature, d_l, *more).to(values.dtype)
+            del values
+            add_each((d_f, *d_weights), torch.autograd.grad(behind, [f, *weights], slopes))
+            del slopes
+        d_weights = [d.to(w.dtype) for d, w in zip(d_weights, weights, strict=True)]
+        return d_features, *rest, *d_weights
 
 # %% ../../../nbs/backends/local/04_model.ipynb #f9ef3eb9
 def head_logprobs(
     features: Tensor,
     targets: Tensor,
-    head: Any,
+    head: nn.Module | None,
     temperature: float = 1.0,
     chunk: int | None = None,
-    entropy: Any = None,
-) -> Tensor:
-    "(M,) logprobs of `targets`, differentiable, from features (M, D), or logits without a head; fills `entropy` (M,)."
-    if head is None or len(targets) == 0:
-        return pick_logprobs(logits_of(features, head), targets, temperature, entropy)
-    rows = rows_at_once(features, int(getattr(head, "out_features", 2**16)), chunk)
-    plain = type(head) is nn.Linear and head.bias is None
-    if torch.is_grad_enabled() and plain:
-        return _HeadLogprobs.apply(features, head.weight, targets, temperature, rows, entropy)  # type: ignore[return-value]
-
-    def one(e):
-        return lambda f, t: pick_logprobs(logits_of(f, head), t, temperature, e)
-
-    run = (
-        partial(checkpoint, use_reentrant=False)
-        if torch.is_grad_enabled()
-        else lambda fn, *args: fn(*args)
+    entropy: bool = False,
+    with_entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    "(M,) logprobs of `targets` from features (M, D), or logits without a head, and (M,) entropies; differentiable."
+    width = features.shape[-1] if head is None else int(getattr(head, "out_features", 2**16))
+    head = nn.Identity() if head is None else head
+    rows = rows_at_once(features, width, chunk)
+    weights = [p for p in head.parameters() if p.requires_grad]
+    # a derivative by the features that is smaller than logits
+    small = features.requires_grad and features.shape[-1] < width
+    at_once = torch.is_grad_enabled() and small and not weights and not with_entropy_grad
+    wanted = entropy or with_entropy_grad, with_entropy_grad
+    logprobs, entropies = _HeadLogprobs.apply(  # type: ignore[misc]
+        features, targets, head, temperature, rows, wanted, at_once, *weights
     )
-    parts = zip(
-        parted(entropy, len(targets), rows), features.split(rows), targets.split(rows), strict=True
-    )
-    return torch.cat([run(one(e), *part) for e, *part in parts])
-
-# %% ../../../nbs/backends/local/04_model.ipynb #3ea64d52
-def entropy_rows(
-    features: Tensor, head: Callable[[Tensor], Tensor] | None, temperature: float
-) -> Tensor:
-    "(M,) entropies of the distributions over the whole vocabulary, in nats."
-    logprobs = (logits_of(features, head) / temperature).log_softmax(-1)
-    return -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(-1)  # 0 * -inf is not a number
-
-
-def head_entropy(
-    features: Tensor, head: Any, temperature: float = 1.0, chunk: int | None = None
-) -> Tensor:
-    "(M,) entropies in nats of features (M, D), differentiable, with memory that does not grow with M times V."
-    rows = rows_at_once(features, int(getattr(head, "out_features", features.shape[-1])), chunk)
-    parts = [
-        checkpoint(entropy_rows, f, head, temperature, use_reentrant=False)
-        for f in features.split(rows)
-    ]
-    return torch.cat(parts)
+    return logprobs, entropies if wanted[0] else None
 
 # %% ../../../nbs/backends/local/04_model.ipynb #ff630619
 def bare_model(model: nn.Module) -> Any:
@@ -209,6 +220,30 @@ def check_layers(model: Any) -> None:
         )
         raise BackendError(what, where=where, got=got, expected=expected, fix=ELSEWHERE)
 
+# %% ../../../nbs/backends/local/04_model.ipynb #6b01c9e4
+class AdjustedHead(nn.Module):
+    "A head whose logits are multiplied by `scale` and, with a `cap`, bent into (-cap, cap)."
+
+    def __init__(self, head: Callable[[Tensor], Tensor], scale: float, cap: float | None):
+        super().__init__()
+        self.head = head
+        self.scale = scale
+        self.cap = cap
+        self.out_features = int(getattr(head, "out_features", 2**16))
+
+    def forward(self, features: Tensor) -> Tensor:
+        logits = self.head(features) * self.scale
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+def adjusted_head(head: Any, config: Any) -> Any:
+    "The head as the configuration says: Cohere and Granite scale its logits, Gemma 2 and nanochat cap them."
+    scale = getattr(config, "logit_scale", None) or 1 / (
+        getattr(config, "logits_scaling", None) or 1
+    )
+    cap = getattr(config, "final_logit_softcapping", None)
+    return head if head is None or (scale == 1 and not cap) else AdjustedHead(head, scale, cap)
+
 # %% ../../../nbs/backends/local/04_model.ipynb #6e26977e
 class CausalModel:
     "A Hugging Face causal LM as features and logprobs, over one of three routes."
@@ -216,12 +251,14 @@ class CausalModel:
     def __init__(self, model: nn.Module, route: str = "modules"):
         self.model = bare_model(model).eval()
         self.decoder = self.model.get_decoder()
-        self.head = None if route == "full" else self.model.get_output_embeddings()
+        head = None if route == "full" else self.model.get_output_embeddings()
         self.route = route
         self.fast = FastDecoder(self.decoder) if route == "fast" else None
+        self.head = adjusted_head(head, self.decoder.config)
         self.drawing_head: Any = self.head
-        if self.fast is not None and self.head is not None:
-            self.drawing_head = linears_fn([self.head], self.fast.copies)
+        if self.fast is not None and head is not None:
+            by_column = linears_fn([head], self.fast.copies)
+            self.drawing_head = adjusted_head(by_column, self.decoder.config)
         weight = self.model.get_input_embeddings().weight
         self.vocab_size = len(weight)
         self.device = weight.device
@@ -286,21 +323,30 @@ class CausalModel:
         features: Tensor,
         targets: Tensor,
         temperature: float = 1.0,
-        entropy: Tensor | None = None,
-    ) -> Tensor:
-        "(M,) logprobs of `targets` (M,) from features (M, D); fills `entropy` (M,), if it is given."
-        return head_logprobs(features, targets, self.head, temperature, entropy=entropy)
+        entropy: bool = False,
+        with_entropy_grad: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        "(M,) logprobs of `targets` (M,) from features (M, D), and entropies (M,) if asked for, differentiable."
+        return head_logprobs(
+            features,
+            targets,
+            self.head,
+            temperature,
+            entropy=entropy,
+            with_entropy_grad=with_entropy_grad,
+        )
 
 # %% ../../../nbs/backends/local/04_model.ipynb #37af906f
-class KnownHead:
+class KnownHead(nn.Module):
     "A head whose logits are minus infinity for unknown ids; without one, the features are the logits."
 
     def __init__(self, head: Callable[[Tensor], Tensor] | None, unknown: Tensor):  # (V,) bool
+        super().__init__()
         self.head = head
         self.unknown = unknown
         self.out_features = len(unknown)
 
-    def __call__(self, features: Tensor) -> Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         logits = features if self.head is None else self.head(features)
         return logits.masked_fill(self.unknown, -torch.inf)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..base import LossFn, Meter
 from .engine import check_tokens, plan_batches
-from .model import CausalModel, head_entropy, padded
+from .model import CausalModel, padded
 from .prefixes import PrefixTree, plan_trees, prefix_tree, reading, sent
 from .routing import Routers, read_notes, replaying
 from ..work import Work, pass_work, synchronize
@@ -190,34 +190,19 @@ class Scoring:
             else:
                 features = causal.features(tree.ids, tree.positions)[0]
         self.meter.datums_scored += len(datums)
+        options = (self.temperature, entropy, with_entropy_grad)
         if tree is None:
-            return self.head(
-                features[sent(where, causal.device)],
-                sent(targets, causal.device),
-                entropy,
-                with_entropy_grad,
-            )
+            at, ids = (sent(x, causal.device) for x in (where, targets))
+            return causal.logprobs(features[at], ids, *options)
         once, back = np.unique(where * causal.vocab_size + targets, return_inverse=True)
         places, ids, back = (
             sent(x, causal.device) for x in (*divmod(once, causal.vocab_size), back)
         )
-        distinct = self.head(F.embedding(places, features), ids, entropy, with_entropy_grad)
+        distinct = causal.logprobs(F.embedding(places, features), ids, *options)
         logprobs, entropies = (
             None if x is None else F.embedding(back, x[:, None])[:, 0] for x in distinct
         )
         return logprobs, entropies  # type: ignore[return-value]
-
-    def head(
-        self, features: Tensor, targets: Tensor, entropy: bool, with_entropy_grad: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        "Logprobs of targets and, if asked for, the entropies too."
-        entropies = filled = None
-        if with_entropy_grad:
-            entropies = head_entropy(features, self.causal.head, self.temperature)
-        elif entropy:
-            dtype = torch.promote_types(features.dtype, torch.float32)
-            entropies = filled = features.new_empty(len(targets), dtype=dtype)
-        return self.causal.logprobs(features, targets, self.temperature, filled), entropies
 
 # %% ../../../nbs/backends/local/06_scoring.ipynb #2a757cf9
 def per_datum(

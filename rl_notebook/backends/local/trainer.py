@@ -313,9 +313,9 @@ Parts = list[tuple[str, slice]]  # names of weights, and slices of them as flat 
 def scale_gradients(grads: list[Tensor], count: int, ratio: float) -> None:
     "Divide gradients by a count, and clip them by a ratio of at most 1, in place."
     if count != 1:
-        torch._foreach_div_(grads, count)
+        torch._foreach_div_(grads, count)  # type: ignore
     if ratio < 1:
-        torch._foreach_mul_(grads, ratio)
+        torch._foreach_mul_(grads, ratio)  # type: ignore
 
 
 def plan_trials(targets: Mapping[str, Tensor]) -> list[Parts]:
@@ -370,10 +370,10 @@ def try_parts(
         trial.state[weights[i]]["step"] = step
     trial.step()
     made = [[trial.state[w][key] for w in weights] for key in MOMENTS]
-    largest = [torch._foreach_norm(values, torch.inf) for values in (weights, *made)]
+    largest = [torch._foreach_norm(values, torch.inf) for values in (weights, *made)]  # type: ignore
     finite = torch.stack([torch.stack(list(values)) for values in largest]).isfinite().all(0)
-    torch._foreach_sub_(weights, [targets[name].reshape(-1)[part] for name, part in parts])
-    return torch.stack(list(torch._foreach_norm(weights))), finite
+    torch._foreach_sub_(weights, [targets[name].reshape(-1)[part] for name, part in parts])  # type: ignore
+    return torch.stack(list(torch._foreach_norm(weights))), finite  # type: ignore
 
 
 def try_update(
@@ -425,7 +425,7 @@ def update(
         optimizer.step()
         if state.masters:
             half: list[Tensor] = [state.params[name] for name in state.masters]
-            torch._foreach_copy_(half, list(state.masters.values()))
+            torch._foreach_copy_(half, list(state.masters.values()))  # type: ignore
     metrics = {"grad_norm": norm, "grad_norm_clipped": clipped, "learning_rate": adam.learning_rate}
     layers = _layer_norms("update_norm", *zip(*moves, strict=True))
     metrics |= {"update_norm": float(np.linalg.norm([*layers.values()])), **layers}
