@@ -197,28 +197,23 @@ from vllm import LLM, SamplingParams
 
 asked = json.load(sys.stdin)
 model = LLM(asked["folder"], dtype=asked["dtype"], max_model_len=512, enable_prefix_caching=True)
-prompts, times = [{"prompt_token_ids": ids} for ids in asked["prompts"]], []
-for seed in range(asked["rounds"] + 1):
-    options = {"n": asked["n"], "max_tokens": asked["tokens"], "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
-    start = time.perf_counter()
-    outputs = model.generate(prompts, SamplingParams(**options, seed=seed), use_tqdm=False)
-    times.append(time.perf_counter() - start)
-    assert {len(c.token_ids) for o in outputs for c in o.outputs} == {asked["tokens"]}
+prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
+times = []
+for n in asked["counts"]:
+    times.append([])
+    for seed in range(asked["rounds"] + 1):
+        options = {"n": n, "max_tokens": asked["tokens"], "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+        start = time.perf_counter()
+        outputs = model.generate(prompts, SamplingParams(**options, seed=seed), use_tqdm=False)
+        times[-1].append(time.perf_counter() - start)
+        assert {len(c.token_ids) for o in outputs for c in o.outputs} == {asked["tokens"]}
 with open(asked["result_file"], "w") as file:  # vLLM has its own say on stdout
-    json.dump(times[1:], file)
+    json.dump(times, file)
 """
 
 
-def run_vllm(python: str, case: Case, model: Any, tokenizer: Any) -> float:
-    "Median seconds of a round in vLLM, in a separate process and after the others; raises `CalledProcessError`."
-    prompts = [p.tokens.tolist() for p in encode_rows(case.questions, tokenizer)]
-    asked = {
-        "dtype": case.dtype,
-        "prompts": prompts,
-        "n": COMPLETIONS,
-        "tokens": case.tokens,
-        "rounds": case.rounds,
-    }
+def run_vllm(python: str, asked: dict[str, Any], model: Any, tokenizer: Any) -> list[float]:
+    "Median seconds of a round of vLLM for each of `asked['counts']`, in a separate process; raises `CalledProcessError`."
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -235,7 +230,8 @@ def run_vllm(python: str, case: Case, model: Any, tokenizer: Any) -> float:
             check=True,
             env=env,
         )
-        return statistics.median(json.loads(result_file.read_text()))
+        times = json.loads(result_file.read_text())
+        return [statistics.median(rounds[1:]) for rounds in times]
 
 
 # --- measuring ---------------------------------------------------------------------------------------------------
@@ -275,7 +271,15 @@ def measure(
         for n, r in measured_rounds.items()
     }
     if vllm is not None:
-        medians["vllm"] = {"seconds": run_vllm(vllm, case, model, tokenizer)}
+        asked = {
+            "dtype": case.dtype,
+            "prompts": [p.tokens.tolist() for p in encode_rows(case.questions, tokenizer)],
+            "counts": [COMPLETIONS],
+            "tokens": case.tokens,
+            "rounds": case.rounds,
+        }
+        (seconds,) = run_vllm(vllm, asked, model, tokenizer)
+        medians["vllm"] = {"seconds": seconds}
     ours.close()  # type: ignore[attr-defined]
     pairs = list(zip(measured_rounds["generate"], measured_rounds["ours"], strict=True))
     result = asdict(case) | {

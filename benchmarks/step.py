@@ -185,6 +185,7 @@ class Step:
     # through the policy or the reference over whole sequences, one of them with gradient
     passes: int
     weights: float  # sum of the absolute values of the weights after the step
+    peak_gb: float = 0.0  # GPU memory of this side so far, at its peak; 0 on a CPU
 
     @property
     def training(self) -> float:
@@ -297,6 +298,29 @@ class Stopwatch:
         self.passes += 1
 
 
+@dataclass
+class SideMemory:
+    "GPU memory of one of two sides that take turns in one process."
+
+    held: int = 0  # bytes after its last turn
+    peak: int = 0
+    before: int = 0  # of both sides, when its turn began
+
+    def begin(self) -> None:
+        "A turn begins."
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+
+    def end(self) -> float:
+        "A turn ends; returns the peak so far in GB."
+        if torch.cuda.is_available():
+            highest = self.held + torch.cuda.max_memory_allocated() - self.before
+            self.peak = max(self.peak, highest)
+            self.held += torch.cuda.memory_allocated() - self.before
+        return self.peak / 1e9
+
+
 def trl_config(setting: Setting, folder: str) -> Any:
     "TRL's settings, spelled out where ours are others; what costs it time and we do not do is off."
     from trl import GRPOConfig
@@ -340,7 +364,12 @@ def alternate(
     ours = []
     theirs = []
     watch = Stopwatch()
+    mine = SideMemory()
+    mine.begin()
     side = Ours(setting, folder)
+    mine.end()
+    other = SideMemory()
+    other.begin()
 
     class TakeTurns(TrainerCallback):
         "Ends TRL's step, runs ours, starts TRL's next one."
@@ -349,10 +378,14 @@ def alternate(
             watch.started = watch.started or now()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            theirs.append(finish_step(watch, now(), trainer.model))
+            step = finish_step(watch, now(), trainer.model)
             give_back_memory()
-            ours.append(side.step())
+            theirs.append(replace(step, peak_gb=other.end()))
+            mine.begin()
+            step = side.step()
             give_back_memory()
+            ours.append(replace(step, peak_gb=mine.end()))
+            other.begin()
             progress(f"step {len(ours)}: ours {ours[-1].total:.2f} s, TRL {theirs[-1].total:.2f} s")
             watch.started = now()
 
