@@ -1,0 +1,115 @@
+"The tasks of examples/small_model: held-out rows share nothing with those to train on, and rewards pay for what they say."
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import rl_notebook as rln
+from rl_notebook.recipes.rl_loop import load_problem, train
+
+FOLDER = Path(__file__).parent.parent / "examples" / "small_model"
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch):
+    monkeypatch.chdir(FOLDER.parent.parent)
+
+
+@pytest.fixture
+def extraction():
+    from examples.small_model import extraction
+
+    return extraction
+
+
+@pytest.fixture
+def sums():
+    from examples.small_model import sums
+
+    return sums
+
+
+@pytest.mark.parametrize("name", ["extraction", "sums"])
+def test_a_config_trains_as_it_is(name, tmp_path):
+    cfg = rln.Config.from_yaml(FOLDER / f"{name}.yaml")
+    problem = load_problem(cfg)
+    assert len(problem.rows) == cfg.max_rows
+    assert len(problem.eval_rows) == cfg.eval_rows
+    small = {
+        "base_model": "tiny",
+        "lora_rank": 2,
+        "steps": 1,
+        "eval_rows": 2,
+        "prompt_groups_per_step": 1,
+        "completions_per_prompt": 2,
+        "max_completion_tokens": 4,
+        "max_seq_len": 512,
+        "log_path": str(tmp_path / "run"),
+    }
+    result = asyncio.run(train(replace(cfg, **small)))
+    assert result.steps == 1
+    rewards = {f"rewards/{reward.split(':')[1]}" for reward in cfg.rewards}
+    assert rewards <= {*result.run.held_out().names}
+
+
+def test_held_out_sentences_share_no_part_with_the_others(extraction):
+    rows = extraction.rows()
+    assert len({row["question"] for row in rows}) == len(rows)
+    for part in ("names", "cities", "sentences", "orders"):
+        assert not {*getattr(extraction.TRAINING, part)} & {*getattr(extraction.HELD_OUT, part)}
+    answers = [json.loads(row["answer"]) for row in rows]
+    trained, held_out = (
+        answers[: extraction.TRAINING_ROWS],
+        answers[extraction.TRAINING_ROWS :],
+    )
+    assert not {tuple(a) for a in trained} & {tuple(a) for a in held_out}
+    assert not {a["name"] for a in trained} & {a["name"] for a in held_out}
+
+
+@pytest.mark.parametrize(
+    ("text", "exact", "fields"),
+    [
+        ('{"age": 30, "name": "Mia", "city": "Bern"}', 1, 1),
+        ('{\n  "age": 30,\n  "name": "Mia",\n  "city": "Bern"\n}', 1, 1),
+        ('{"name": "Mia", "age": 30, "city": "Bern"}', 0, 1 / 2),  # another order
+        ('{"age": 30, "name": "Mia", "city": "Rome"}', 0, 2 / 3),
+        ('{"age": "30", "name": "Mia", "city": "Bern"}', 0, 2 / 3),  # no number
+        ('{"age": 30, "name": "Mia", "city": "Bern"}\n\nThis is', 0, 1),  # and more
+        ('{"age": 30, "name": "Mia", "city": "Bern"', 0, 0),  # cut
+        ("[1]", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_extraction_pays_for_the_object(extraction, text, exact, fields):
+    answer = '{"age": 30, "name": "Mia", "city": "Bern"}'
+    assert extraction.exact(text, answer) == exact
+    assert extraction.fields(text, answer) == pytest.approx(fields)
+
+
+def test_held_out_sums_have_digits_that_no_other_row_has(sums):
+    digits = [tuple(sorted(row["digits"])) for row in sums.rows()]
+    trained, held_out = digits[: sums.TRAINING_ROWS], digits[sums.TRAINING_ROWS :]
+    assert not {*trained} & {*held_out}
+    assert len(held_out) == sums.HELD_OUT_ROWS
+    shown = {tuple(sorted(d)) for d in ([6, 2, 9, 5], [7, 4, 8, 3], [5, 8, 2, 6])}
+    assert not shown & {*held_out}
+
+
+@pytest.mark.parametrize(
+    ("text", "exact", "worked_out"),
+    [
+        ("7 + 4 = 11\n11 + 8 = 19\n19 + 3 = 22\n#### 22", 1, 1),
+        ("#### 22", 1, 0),
+        ("7 + 4 = 11\n11 + 8 = 18\n18 + 3 = 21\n#### 21", 0, 1 / 3),
+        ("7 + 4 = 11\n11 + 8 = 18\n19 + 3 = 22\n#### 22", 1, 1 / 3),  # a wrong line, a right end
+        ("7 + 4 + 8 + 3 = 22\n#### 22", 1, 0),
+        ("7 + 4 = 11\n11 + 8 = 19\n19 + 3 = 22", 0, 1),
+        ("#### 22 or 23", 0, 0),
+    ],
+)
+def test_sums_pay_for_the_number_and_for_running_sums(sums, text, exact, worked_out):
+    assert sums.exact(text, "22") == exact
+    assert sums.worked_out(text, [7, 4, 8, 3]) == pytest.approx(worked_out)
