@@ -78,7 +78,7 @@ def test_the_sidebar_has_every_notebook_once(site: Any):
         ("all settings", "settings.md"),
         ("quickstart", "index.ipynb"),
         ("install quickstart", "start.md"),
-        ("wandb", "runs/12_trackers.ipynb"),
+        ("wandb", "runs/13_trackers.ipynb"),
     ],
 )
 def test_titles_have_the_words_that_people_search(

@@ -637,6 +637,7 @@ class GRPOLoop(Loop):
                 )
                 groups = await held_out_groups(self, held_out)
                 self.eval_metrics = evaluation_metrics(groups, self.cfg.task)
+                self.held_out_groups = groups
         return self.eval_metrics
 
     # --- groups that arrive one by one

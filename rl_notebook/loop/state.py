@@ -301,6 +301,7 @@ class Loop:
         self.weights = Weights(backend, self, keep_undo, family)
         self.records: deque[StepRecord] = deque(maxlen=100)  # the last ones; a RunFolder keeps all
         self.eval_metrics: dict[str, float] = {}  # for the record of the current step
+        self.held_out_groups: list[PromptGroup] = []  # of the last evaluation
         # the running phase; whether it is to be the last
         self.running = ""
         self.stop_requested = False

@@ -688,18 +688,21 @@ async def _held_out(
     "Held-out reward after the last finished step, written next to its record, and logged; None without held-out rows."
     if not loop.evaluates:
         return None
+    finished = loop.state.number - 1
     last = loop.records[-1].metrics if loop.records and loop.cfg.weight_sync_interval == 1 else {}
     # measured with these weights, at the end of the last step
-    if any(name.startswith("eval/") for name in last):
-        return last.get("eval/reward")
-    metrics = await loop.evaluate()
-    loop.eval_metrics = {}
-    if run is not None:
-        run.log_metrics(loop.state.number - 1, metrics)
-    for tracker in trackers:
-        tracker.log(metrics, loop.state.number - 1)
-    if saver is not None:
-        await saver.keep_best(metrics)
+    metrics = {name: value for name, value in last.items() if name.startswith("eval/")}
+    if not metrics:
+        metrics = await loop.evaluate()
+        loop.eval_metrics = {}
+        if run is not None:
+            run.log_metrics(finished, metrics)
+        for tracker in trackers:
+            tracker.log(metrics, finished)
+        if saver is not None:
+            await saver.keep_best(metrics)
+    if run is not None and loop.held_out_groups:
+        run.write_held_out(finished, loop.held_out_groups)
     return metrics.get("eval/reward")
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #d5845954

@@ -30,6 +30,7 @@ import pandas as pd
 from ..core.types import ConfigError, RecordError, check_replaceable
 from ..show.html import html_table, number, rewards_html, tag, token_texts
 from ..runs.records import StepRecord, expect_records, read_table, replace_text, utf8
+from ..runs.held_out import HeldOut
 from ..runs.run import Run, flat_settings, metrics_frame, metrics_row
 from ..insight.trends import LAST_STEPS_READ, Trend, watch_run
 from rl_notebook.views.charts import (
@@ -91,6 +92,7 @@ class Material:
     named: Mapping[int, Collection[int]] = field(default_factory=dict)
     more: tuple[StepRecord, ...] = ()  # further steps, of which only the named groups are shown
     tokenizer: Any = None  # for the texts of tokens; None = their ids
+    held_out: HeldOut | None = None  # completions of held-out rows
 
 
 def title_of(m: Material) -> str:
@@ -245,7 +247,13 @@ def material(
     metrics = metrics.join(pd.DataFrame.from_dict(spreads, orient="index"))
     name = source.path.resolve().name
     settings = flat_settings(source.config)
+    held_out = None
+    try:
+        held_out = source.held_out()
+    except RecordError as error:
+        notes.append(str(error))
     more = {"tables": tables, "about": source.about, "notes": tuple(notes), "trends": trends}
+    more["held_out"] = held_out
     return Material(name, settings, metrics, **more, **_shown_records(read, steps, named))
 
 # %% ../../nbs/views/07_report.ipynb #77ed8927
@@ -606,6 +614,11 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
         parts += [tag("h2", "The last step"), _figures_html(last_step, len(over_steps))]
     if m.samples and m.samples[-1].groups:
         parts.append(tag("div", rewards_html(m.samples[-1].groups), kind="card scroll drawn"))
+    if m.held_out is not None:
+        note = "Before the first step and after the last one. In brackets 95 % intervals; before a completion its reward."
+        shown = m.held_out._repr_html_()
+        parts += [tag("h2", "Held-out rows"), tag("p", note, kind="soft")]
+        parts.append(tag("div", shown, kind="card scroll drawn"))
     place, completions, tokens = _completions_html(m)
     parts += [place, _settings_html(m.settings)]
     figures = {f"f{i}": c.figure for i, c in enumerate([*over_steps, *last_step])}

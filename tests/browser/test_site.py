@@ -35,7 +35,7 @@ SEARCHES = {  # asked: what is found first
     "lora": "backends/local/07_loading.html",
     "dead group": "core/06_advantages.html",
     "resume": "tutorials/401_scripted_runs.html",
-    "wandb": "runs/12_trackers.html",
+    "wandb": "runs/13_trackers.html",
     "install": "start.html",
 }
 
