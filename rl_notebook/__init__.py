@@ -47,6 +47,7 @@ _HOMES = {
     "experiments.trainers": "compare_trainers",
     "experiments.whatif": "reward_lab what_if",
     "experiments.fork": "fork",
+    "experiments.locate": "locate",
     "views.charts": "chart",
     "views.tokens": "inspect_tokens",
     "views.dashboard": "Dashboard",
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from .core.losses import make_loss_fn as make_loss_fn
     from .core.losses import register_loss as register_loss
     from .experiments.fork import fork as fork
+    from .experiments.locate import locate as locate
     from .experiments.preflight import preflight as preflight
     from .recipes.rl_loop import main as main
     from .recipes.rl_loop import train as train
