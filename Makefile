@@ -82,6 +82,7 @@ bench: $(BENCH_STAMP) ## measure against TRL and the floors, how soon views answ
 	$(BIN)/python benchmarks/prefixes.py --setting smollm2 --json benchmarks/results/prefixes_smollm2.json
 	$(BIN)/python benchmarks/predict.py --setting tiny --json benchmarks/results/predict_tiny.json
 	$(BIN)/python benchmarks/predict.py --setting smollm2 --json benchmarks/results/predict_smollm2.json
+	$(BIN)/python benchmarks/predict.py --unloaded smollm2 --json benchmarks/results/predict_unloaded.json
 	$(BIN)/python benchmarks/memory.py --json benchmarks/results/memory.json
 	$(BIN)/python benchmarks/whatif.py --json benchmarks/results/whatif.json
 	$(BIN)/python benchmarks/dashboard.py --json benchmarks/results/dashboard.json

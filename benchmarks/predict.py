@@ -2,10 +2,14 @@
 
     python benchmarks/predict.py --setting tiny --json FILE
     python benchmarks/predict.py --setting smollm2 --json FILE
+    python benchmarks/predict.py --unloaded smollm2 --json FILE
 
 Pre-flight runs before each round of steps, so that both meet the same machine; a ratio is predicted over measured.
 Steps are those of the recipes, without undo. The first round warms up, and tells the memory: later the process has had
 its peak.
+
+`--unloaded` compares what `predict_step` says before a model is loaded, all phases of a step, with real steps of ten
+settings. Each setting has its own process, since a process keeps its peak of memory.
 """
 
 from __future__ import annotations
@@ -15,9 +19,13 @@ import asyncio
 import json
 import os
 import statistics
-from dataclasses import asdict, dataclass
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
@@ -25,6 +33,10 @@ from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.backends.work import peak_memory
+from rl_notebook.recipes.open import local_options
+from rl_notebook.recipes.predict import PHASES as ALL_PHASES
+from rl_notebook.recipes.predict import predict_step
+from rl_notebook.task.data import Row
 from rl_notebook.task.models import load_model
 from rl_notebook.task.toy import toy_format_reward, toy_reward, toy_rows
 from rl_notebook.experiments.preflight import preflight
@@ -90,6 +102,87 @@ async def measure(setting: Setting) -> dict[str, Any]:
     }  # type: ignore[arg-type]
 
 
+# --- before a model is loaded ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unloaded:
+    "A step that is predicted before its model is loaded. All prompts, and all completions, have one length."
+
+    groups: int
+    completions: int  # of each
+    prompt: int  # tokens
+    tokens: int  # of a completion
+    settings: dict[str, Any] = field(default_factory=dict)  # of the config
+
+    def config(self, model: str) -> Config:
+        "The config of such steps."
+        shape = {
+            "prompt_groups_per_step": self.groups,
+            "completions_per_prompt": self.completions,
+            "max_completion_tokens": self.tokens,
+            "max_seq_len": self.prompt + self.tokens,
+        }
+        given = {"kl_beta": 0.0, "learning_rate": 1e-6, "steps": None, "sync_audit": False}
+        return Config(base_model=model, **shape, **(given | self.settings))
+
+
+UNLOADED = (
+    Unloaded(4, 8, 100, 32),
+    Unloaded(4, 8, 100, 32, {"kl_beta": 0.01}),
+    Unloaded(8, 8, 60, 48),
+    Unloaded(8, 8, 60, 48, {"max_samples_per_fwd_bwd": 16}),
+    Unloaded(8, 8, 60, 48, {"lora_rank": 16}),
+    Unloaded(4, 8, 100, 32, {"dtype": "bfloat16"}),
+    Unloaded(2, 8, 200, 128),
+    Unloaded(4, 4, 400, 64),
+    Unloaded(1, 8, 100, 256),
+    Unloaded(2, 16, 60, 96, {"temperature": 0.7}),
+)
+
+
+async def measure_unloaded(model: str, case: Unloaded, steps: int) -> dict[str, Any]:
+    "What is predicted, and then what steps take after the first; raises `AssertionError` where a completion is shorter."
+    cfg = case.config(model)
+    predicted = await predict_step(cfg, prompt_tokens=case.prompt)
+    loaded, tokenizer = load_model(model, dtype=cfg.dtype)
+    async with open_local(loaded, tokenizer, **local_options(cfg)) as backend:
+        backend.sampler.engine.eos_token_ids = frozenset()  # type: ignore[attr-defined]
+        ids = np.random.default_rng(2).integers(10, 250, (case.groups * steps, case.prompt))
+        rows = [Row(f"r{i}", prompt_tokens=tuple(row)) for i, row in enumerate(ids.tolist())]
+        loop = GRPOLoop(backend, rows, [any_length], cfg, keep_undo=0)
+        records = [await loop.step() for _ in range(steps)]
+    samples = [s for r in records if r for g in r.groups for s in g.samples]
+    assert {s.completion_len for s in samples} == {case.tokens}
+    seconds = {
+        p: statistics.median(r.seconds.get(p, 0.0) for r in records[1:] if r) for p in ALL_PHASES
+    }
+    return {
+        "setting": asdict(case),
+        "seconds": {"predicted": dict(predicted.seconds), "measured": seconds},
+        "memory_gb": {"predicted": dict(predicted.memory), "measured": peak_memory()["process"]},
+    }
+
+
+def run_unloaded(model: str, steps: int) -> dict[str, Any]:
+    "Every setting in its own process; raises `CalledProcessError`."
+    results = []
+    print(f"{'':<64}{'predicted':>11}{'measured':>11}{'ratio':>8}")
+    for number, case in enumerate(UNLOADED):
+        command = [sys.executable, __file__, "--unloaded", model, "--number", str(number)]
+        command += ["--steps", str(steps)]
+        text = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        result = json.loads(text.splitlines()[-1])
+        name = f"{case.groups} x {case.completions}, {case.prompt} + {case.tokens} tokens"
+        name = " ".join([name, *(f"{k}={v}" for k, v in case.settings.items())])
+        seconds, memory = result["seconds"], result["memory_gb"]
+        totals = [sum(seconds[side].values()) for side in ("predicted", "measured")]
+        print(f"{name:<56}{line('s', *totals)[12:]}")
+        print(f"{'':<56}{line('GB', sum(memory['predicted'].values()), memory['measured'])[12:]}")
+        results.append(result)
+    return {"model": model, "cpus": os.cpu_count(), "load": os.getloadavg(), "settings": results}
+
+
 def table(result: dict[str, Any]) -> str:
     "A line for each round, the phases of the last, and the memory of the first."
     rounds = result["rounds"]
@@ -119,10 +212,22 @@ def line(name: str, predicted: float, took: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--setting", choices=SETTINGS, default="tiny")
+    parser.add_argument(
+        "--unloaded", metavar="MODEL", help="ten settings of a model, before it is loaded"
+    )
+    parser.add_argument("--number", type=int, help="one of the ten settings, as JSON")
+    parser.add_argument("--steps", type=int, default=4, help="of each; the first is left out")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
-    result = asyncio.run(measure(SETTINGS[args.setting]))
-    print(table(result))
+    if args.number is not None:
+        case = UNLOADED[args.number]
+        print(json.dumps(asyncio.run(measure_unloaded(args.unloaded, case, args.steps))))
+        return
+    if args.unloaded:
+        result = run_unloaded(args.unloaded, args.steps)
+    else:
+        result = asyncio.run(measure(SETTINGS[args.setting]))
+        print(table(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

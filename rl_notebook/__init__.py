@@ -54,6 +54,7 @@ _HOMES = {
     "views.whatif": "WhatIfPanel",
     "views.report": "compare write_report",
     "recipes.rl_loop": "main train",
+    "recipes.predict": "predict_step",
 }
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from .experiments.preflight import preflight as preflight
     from .recipes.rl_loop import main as main
     from .recipes.rl_loop import train as train
+    from .recipes.predict import predict_step as predict_step
     from .runs.run import Run as Run
     from .runs.run import RunFolder as RunFolder
     from .runs.records import StepRecord as StepRecord
