@@ -434,14 +434,14 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 WINDOWED = {  # family: settings next to the window, and the route that it takes
     "Mistral": ({}, "fast"),
     "Qwen2": ({"use_sliding_window": True, "max_window_layers": 2}, "fast"),
-    "Gemma2": ({}, "full"),
+    "Gemma2": ({}, "modules"),
     "Gemma3Text": ({"sliding_window_pattern": 2}, "modules"),
     "GptOss": (MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}, "modules"),
     "Mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, "modules"),
     "Phi3": ({}, "modules"),
     "Qwen3": ({"use_sliding_window": True, "max_window_layers": 2}, "fast"),
     "Olmo3": (MIXED, "modules"),
-    "Cohere2": ({}, "full"),
+    "Cohere2": ({}, "modules"),
     "Ministral": (MIXED, "fast"),
 }
 LONG = (
