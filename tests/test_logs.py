@@ -203,3 +203,59 @@ def test_no_log(tmp_path):
     for path in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(RecordError, match="no run here"):
             rln.Run.open(path)
+
+
+TRUTH = {step: round(0.2 + 0.013 * step, 4) for step in range(1, 13)}
+ROWS = [{"step": s, "loss": 0.001, "reward": r, "kl": 0.01} for s, r in TRUTH.items()]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+TABLE = pd.DataFrame(ROWS).to_csv(index=False)
+
+
+def nested(wrap):
+    "Lines with the metrics in other places."
+    return "".join(json.dumps(wrap(row)) + "\n" for row in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("m.jsonl", b"\xef\xbb\xbf" + LINES.encode()),
+        ("m.csv", TABLE.encode("utf-16")),
+        ("m.csv", TABLE.replace("\n", "\r\n").encode()),
+        ("m.csv", TABLE.replace("\n5,", "\nstep,loss,reward,kl\n5,").encode()),
+        ("m.csv", TABLE.replace(",", ";").replace(".", ",").encode()),
+        ("m.jsonl", nested(lambda r: {"step": r["step"], "data": r}).encode()),
+        ("m.jsonl", nested(lambda r: {"step": r["step"], "train": r}).encode()),
+        ("m.jsonl", nested(lambda r: r | {"kl": "NaN"}).encode()),
+        ("m.jsonl", nested(lambda r: r | {"kl": None}).encode()),
+        ("m.json", json.dumps({name: [r[name] for r in ROWS] for name in ROWS[0]}).encode()),
+        ("m.jsonl", (LINES + '{"step": 1' + "0" * 30 + ', "reward": 9}\n').encode()),
+        ("m.jsonl", (LINES + '{"step": 13, "rew').encode()),
+        (
+            "out.txt",
+            "".join(
+                f"\x1b[32m{row}\x1b[0m\n 8%|▊  | 1/12 [00:01<00:11]\r" for row in ROWS
+            ).encode(),
+        ),
+    ],
+)
+def test_damage_changes_no_number(name, data, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    assert rln.Run.open(tmp_path / name).metrics()["reward"].to_dict() == TRUTH
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("events.out.tfevents.1", gzip.decompress((LOGS / "events.out.tfevents.gz").read_bytes())),
+        ("run-x.wandb", (LOGS / "slime.wandb").read_bytes()),
+    ],
+)
+def test_a_file_that_is_cut_off_says_so(name, data, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    whole = rln.Run.open(tmp_path / name)
+    assert not any("cut off" in note for note in whole.notes)
+    (tmp_path / name).write_bytes(data[: len(data) * 2 // 3 + 5])
+    cut = rln.Run.open(tmp_path / name)
+    assert any("cut off" in note for note in cut.notes)
+    assert 0 < len(cut) < len(whole)

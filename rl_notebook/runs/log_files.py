@@ -281,8 +281,9 @@ def event_rows(data: bytes) -> tuple[list[Row], list[str]]:
 BLOCK = 32768
 
 
-def wandb_records(data: bytes) -> Iterator[bytes]:
-    "The records of a `.wandb` file up to where it is cut off."
+def wandb_records(data: bytes) -> tuple[list[bytes], list[str]]:
+    "The records of a `.wandb` file up to where it is cut off, and a note if it is."
+    records = list[bytes]()
     at = 7
     parts = b""
     while at + 7 <= len(data):
@@ -292,12 +293,13 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
             continue
         size, kind = struct.unpack_from("<HB", data, at + 4)
         if kind not in (1, 2, 3, 4) or at + 7 + size > len(data):
-            return
+            return records, [CUT_OFF]
         part = data[at + 7 : at + 7 + size]
         parts = part if kind in (1, 2) else parts + part
         at += 7 + size
         if kind in (1, 4):
-            yield parts
+            records.append(parts)
+    return records, [CUT_OFF] if at < len(data) else []
 
 
 def wandb_rows(data: bytes) -> tuple[list[Row], list[str]]:
@@ -305,7 +307,8 @@ def wandb_rows(data: bytes) -> tuple[list[Row], list[str]]:
     if data[:4] != b":W&B":
         raise ValueError("a file that does not begin with :W&B")
     rows = list[Row]()
-    for record in wandb_records(data):
+    records, notes = wandb_records(data)
+    for record in records:
         for number, history in message_fields(record):
             if number != 2 or not isinstance(history, bytes):
                 continue
@@ -315,7 +318,7 @@ def wandb_rows(data: bytes) -> tuple[list[Row], list[str]]:
                     values |= _history_item(item)
             if row := flat_row(values):
                 rows.append(row)
-    return rows, []
+    return rows, notes
 
 
 def _history_item(item: bytes) -> dict[str, Any]:
@@ -485,6 +488,7 @@ def is_table(text: str) -> bool:
 
 def pasted_rows(text: str) -> tuple[list[Row], list[str]]:
     "The rows of a text: lines of JSON, a table, printed dicts, or lines of pairs, whichever are more."
+    text = clean_text(text)
     if is_table(text):
         return csv_rows(text)
     lines = [line for line in text.split("\n") if line.strip()]
@@ -494,7 +498,6 @@ def pasted_rows(text: str) -> tuple[list[Row], list[str]]:
         rows, notes = read_json_text(text)
         if rows:
             return rows, notes
-    text = clean_text(text)
     return max(dict_rows(text), pair_rows(text), key=len), []
 
 # %% ../../nbs/runs/08_log_files.ipynb #508bb427

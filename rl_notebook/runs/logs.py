@@ -63,7 +63,9 @@ def steps_of(rows: Sequence[Row], names: NameTable) -> tuple[list[int | None], l
     "The step of each row, None for one whose step is no whole number, and notes."
     there = {name for row in rows for name in row}
     known = [name for name in STEP_NAMES if name in there]
-    measured = [is_measured(names, row) for row in rows]
+    shapes = {tuple(row): row for row in rows}  # most rows have the same names
+    by_shape = {shape: is_measured(names, row) for shape, row in shapes.items()}
+    measured = [by_shape[tuple(row)] for row in rows]
     if not any(measured):
         measured = [True] * len(rows)
     if not known:
