@@ -42,6 +42,7 @@ _HOMES = {
     "experiments.replay": "compare_loops replay",
     "insight.trends": "ledger watch_run",
     "experiments.preflight": "preflight",
+    "experiments.plan": "plan",
     "insight.xray": "measure_noise_floor xray",
     "insight.doctor.doctor": "diagnose",
     "experiments.trainers": "compare_trainers",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from .core.losses import register_loss as register_loss
     from .experiments.fork import fork as fork
     from .experiments.locate import locate as locate
+    from .experiments.plan import plan as plan
     from .experiments.preflight import preflight as preflight
     from .recipes.rl_loop import main as main
     from .recipes.rl_loop import train as train
