@@ -50,6 +50,12 @@ def test_a_success_is_won_where_the_curve_rises():
     assert place_on(curve, 3)[0] == 19
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rise_between_the_places_looked_at_first_is_found(seed):
+    curve = [0.12, *[0.92] * 3, *[0.02] * 14, 0.0]
+    assert place_on(curve, seed)[0] == 3
+
+
 def test_a_small_budget_says_that_it_does_not_know():
     curve = [0.9] * 20 + [0.05] * 20 + [0.0]
     for budget in (24, 48):

@@ -137,6 +137,18 @@ class Search:
         await together([self.more(kept) for kept in places])
         return [*places, self.length]
 
+    async def look_closer(self, places: list[int]) -> list[int]:
+        "Also the places between these; the same ones where there are none, or where the budget is needed for the rest."
+        between = [(a + b) // 2 for a, b in itertools.pairwise(places) if b - a > 1]
+        if self.room - len(between) < self.budget // BATCH // 3:
+            return places
+        await together([self.more(kept) for kept in between])
+        return sorted([*places, *between])
+
+    def falls(self, places: Sequence[int]) -> list[float]:
+        "How far the curve falls from each place to the next, as far as it is known."
+        return [self.height(a) - self.height(b) for a, b in itertools.pairwise(places)]
+
     async def halve(self, left: int, right: int) -> tuple[int, int]:
         "The half of a stretch in which the curve falls more."
         middle = (left + right) // 2
@@ -187,15 +199,17 @@ class Verdict:
 async def find_place(search: Search) -> Verdict:
     "Search a curve for one place at which it falls by at least half of its whole fall."
     places = await search.look_around()
-    heights = [search.height(kept) for kept in places]
-    falls = [a - b for a, b in itertools.pairwise(heights)]
-    at = int(np.argmax(falls))
+    while max(search.falls(places)) < MIN_CHANGE:
+        closer = await search.look_closer(places)
+        if closer == places:
+            most = max(map(search.height, places))
+            words = "missing" if search.rises else "left"
+            return Verdict(
+                None, f"from no place on was much {words}: at most {most:.0%} of the reward"
+            )
+        places = closer
+    at = int(np.argmax(search.falls(places)))
     left, right = places[at], places[at + 1]
-    if falls[at] < MIN_CHANGE:
-        words = "missing" if search.rises else "left"
-        return Verdict(
-            None, f"from no place on was much {words}: at most {max(heights):.0%} of the reward"
-        )
     while right - left > 1:
         left, right = await search.halve(left, right)
         if left == right:
@@ -390,8 +404,8 @@ async def locate(
     """The token of a recorded sample at which the probability of success falls, or for a success rises, by half of its whole change.
 
     Looks at a few places, halves the stretch with the largest change down to one token, and confirms that one with fresh continuations, sampled in pairs; every
-    continuation of a batch has the same seed at all places. Without a token that makes half of the change it names no place. A curve that
-    rises and falls again between two of the first places may be missed.
+    continuation of a batch has the same seed at all places. Without a token that makes half of the change it names no place. A curve that rises and
+    falls again between two of the places that it looks at may be missed.
 
     Raises `ConfigError` for a reward outside of `bounds` and for a source that cannot score, `DataError` for a rollout that does not
     repeat or has no reward, and what sampler and reward raise."""
