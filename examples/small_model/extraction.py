@@ -33,13 +33,24 @@ TRAINING = Parts(
         "Anna Ben Clara David Emma Felix Grace Henry Isla Jack Karen Liam Mary Noah Olivia Peter "
         "Quentin Rosa Sam Tina Ursula Victor Wendy Xavier Yara Zoe Adam Bella Carl Diana Eric "
         "Fiona George Hannah Ivan Julia Kevin Laura Martin Nina Oscar Paula Robert Sarah Thomas "
-        "Una Vera Walter Alice Brian"
+        "Una Vera Walter Alice Brian Aisha Bogdan Chiara Dmitri Esther Farid Giulia Hamza Imani "
+        "Joaquin Katya Leandro Mireille Nadim Ottilie Pavel Ramona Sven Tamsin Ulrich Violeta "
+        "Wojciech Ximena Yusuf Zainab Agnes Boris Camille Darius Eloise Fabio Gwen Hugo Irina "
+        "Jasper Keiko Ludwig Marisol Nolan Orla Petra Rashid Simone Thora Umar Vikram Wanda "
+        "Yelena Zoltan Astrid Benedikt Corinna Desmond Eugenie Florian Greta Hector Ines Jorge "
+        "Kasper Lucinda Matteo Noor Oona Percy Rowan Selma Teodor Viola Wilfred Zelda"
     ),
     cities=words(
         "London Paris Berlin Madrid Rome Vienna Dublin Boston Chicago Denver Seattle Toronto "
         "Tokyo Sydney Cairo Athens Lisbon Prague Warsaw Helsinki Stockholm Oslo Moscow Istanbul "
         "Dallas Miami Atlanta Houston Phoenix Detroit Montreal Vancouver Beijing Seoul Bangkok "
-        "Jakarta Delhi Lagos Nairobi Lima"
+        "Jakarta Delhi Lagos Nairobi Lima Aarhus Bilbao Cordoba Dresden Essen Fresno Ghent Havana "
+        "Izmir Jaipur Krakow Lille Malmo Naples Odessa Porto Quebec Reno Seville Tallinn Utrecht "
+        "Verona Windhoek Xian Yerevan Zurich Accra Basel Caracas Durban Exeter Fukuoka Graz Hanoi "
+        "Ipswich Juneau Kigali Lusaka Maputo Nantes Oxford Perth Rabat Sofia Tunis Uppsala "
+        "Vilnius Wichita York Antwerp Bristol Calgary Doha Eugene Florence Glasgow Hobart "
+        "Innsbruck Jeddah Karachi Lahore Mumbai Norwich Oulu Palermo Rotterdam Salzburg Toledo "
+        "Ulm Valencia Worcester"
     ),
     sentences=(
         "{name} is {age} years old and lives in {city}.",
