@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tiny_models import one_thread
+from transformers import LlamaConfig
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
@@ -18,6 +19,7 @@ from rl_notebook.recipes.predict import (
     extrapolate,
     kept_bytes,
     layer_counts,
+    live_bytes,
     measure_layers,
     predict_step,
     random_datums,
@@ -36,7 +38,8 @@ def shape_of(cfg: Config) -> StepShape:
 
 
 def measured(cfg: Config, layers: int) -> dict[str, float]:
-    return asyncio.run(measure_layers(cfg, read_config("tiny"), layers, shape_of(cfg)))
+    before = live_bytes("cpu")
+    return asyncio.run(measure_layers(cfg, read_config("tiny"), layers, shape_of(cfg), before))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +62,20 @@ def test_state_is_what_policy_sampler_reference_and_optimizer_hold():
     weights = sum(p.nbytes for p in parameters)
     copied = weights - parameters[0].nbytes  # the embedding is looked up, not multiplied
     assert measured(cfg, 4)["state"] == pytest.approx(9 * weights + copied, rel=0.02)
+
+
+def test_the_state_of_a_deep_model_is_predicted_from_few_layers(tmp_path):
+    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, num_hidden_layers=18)
+    config.save_pretrained(tmp_path)
+    cfg = Config(**STEP, base_model=str(tmp_path), kl_beta=0.0)
+    predicted = asyncio.run(predict_step(cfg, prompt_tokens=12))
+    assert predicted.layers == (1, 3)
+    before = live_bytes("cpu")
+    shape = StepShape.of(cfg, prompt_tokens=12, completion_tokens=10)
+    whole = asyncio.run(measure_layers(cfg, read_config(str(tmp_path)), 18, shape, before))
+    assert predicted.memory["state"] == pytest.approx(whole["state"] / 1e9, rel=0.02)
 
 
 def test_what_a_pass_keeps_is_that_of_the_loaded_model():

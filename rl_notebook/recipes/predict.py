@@ -149,6 +149,11 @@ def random_datums(shape: StepShape, vocab_size: int) -> list[Datum]:
     return datums
 
 # %% ../../nbs/recipes/06_predict.ipynb #458e643b
+def device_of(cfg: Config) -> str:
+    "The kind of device that a config computes on."
+    return find_device(None if cfg.device == "auto" else cfg.device).type
+
+
 def live_bytes(device: str) -> int:
     "Memory of all tensors on a kind of device that Python knows."
     gc.collect()
@@ -246,13 +251,12 @@ async def sample_part(
 
 
 async def measure_layers(
-    cfg: Config, config: Any, layers: int, shape: StepShape
+    cfg: Config, config: Any, layers: int, shape: StepShape, before: int
 ) -> dict[str, float]:
-    "Seconds of a step by phase, and bytes, of a model with this number of layers."
+    "Seconds of a step by phase, and bytes beyond those that were live before, of a model with this number of layers."
     measurement = Measurement()
     vocab_size = config.vocab_size
-    device = find_device(None if cfg.device == "auto" else cfg.device).type
-    before = live_bytes(device)
+    device = device_of(cfg)
     model = build_model(config, layers, cfg.dtype)
     options: dict[str, Any] = local_options(cfg) | {"load_in_8bit": cfg.load_in_8bit}
     async with open_local(model, None, **options) as backend:
@@ -371,8 +375,11 @@ async def predict_step(
     config = read_config(cfg.base_model)
     shape = StepShape.of(cfg, prompt_tokens, length)
     counts = layer_counts(config)
-    measured = [await measure_layers(cfg, config, layers, shape) for layers in counts]
+    device = device_of(cfg)
+    before = live_bytes(
+        device
+    )  # once: what is left of the first model goes while the second is measured
+    measured = [await measure_layers(cfg, config, layers, shape, before) for layers in counts]
     whole = extrapolate(measured, counts, config.num_hidden_layers)
     seconds = {name: value for name, value in whole.items() if name in PHASES}
-    device = find_device(None if cfg.device == "auto" else cfg.device).type
     return StepPrediction(seconds, peak_parts(whole, shape, config, device, process), counts)
