@@ -115,7 +115,7 @@ class _HeadLogprobs(torch.autograd.Function):
         ):
             with torch.set_grad_enabled(at_once):
                 f = f.detach().requires_grad_(at_once)
-                logits = head(f)
+                logits = head(f.view_as(f))  # no leaf: hooks of a module take none here
             values = logits_of(logits.detach())
             logprobs.append(pick_logprobs(values, t, temperature, h if entropy else None))
             if at_once:
@@ -141,7 +141,7 @@ class _HeadLogprobs(torch.autograd.Function):
         for f, t, d_l, d_h, h, d_f in zip(*(x.split(ctx.rows) for x in series), strict=True):
             with torch.enable_grad():
                 f = f.detach().requires_grad_()
-                logits = ctx.head(f)
+                logits = ctx.head(f.view_as(f))
             values = logits.detach()
             # the logits are let go before their derivative comes
             behind = get_gradient_edge(logits)
@@ -232,6 +232,7 @@ class AdjustedHead(nn.Module):
         self.out_features = int(getattr(head, "out_features", 2**16))
 
     def forward(self, features: Tensor) -> Tensor:
+        "(M, V) logits of features (M, D)."
         logits = self.head(features) * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
@@ -347,6 +348,7 @@ class KnownHead(nn.Module):
         self.out_features = len(unknown)
 
     def forward(self, features: Tensor) -> Tensor:
+        "(M, V) logits of features (M, D)."
         logits = features if self.head is None else self.head(features)
         return logits.masked_fill(self.unknown, -torch.inf)
 
