@@ -3,11 +3,13 @@
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import rl_notebook as rln
-from rl_notebook.core.types import RecordError
+from rl_notebook.core.types import PromptGroup, RecordError, RolloutSample
 from rl_notebook.recipes.rl_loop import train
+from rl_notebook.runs.held_out import HeldOut, read_completions, write_held_out
 
 CFG = rln.Config(
     prompt_groups_per_step=2,
@@ -56,6 +58,33 @@ def test_damaged_completions_are_named(tmp_path):
     (tmp_path / "run" / "held_out" / "00000.jsonl").write_text('{"row": 3')
     with pytest.raises(
         RecordError,
-        match=r"00000\.jsonl: held-out completions: got .*expected JSON Lines with row, sample",
+        match=r"00000\.jsonl: not readable: got .*expected JSON Lines with row, sample",
     ):
         rln.Run.open(cfg.log_path).held_out()
+
+
+def test_what_was_written_is_read(tmp_path):
+    "Digits stay text, a prompt of token ids has none, and a reward may be missing."
+    sample = RolloutSample([1, 2], [np.nan, -0.1], [0, 1], None, text="007", rewards={"late_at": 1})
+    groups = [
+        PromptGroup((sample,), {"prompt_tokens": [1]}, "12"),
+        PromptGroup((replace(sample, reward=0.5),), {"question": "42"}, "13"),
+    ]
+    path = write_held_out(tmp_path, 0, groups)
+    table = read_completions(path)
+    assert table["row"].tolist() == ["12", "13"]
+    assert table["text"].tolist() == ["007"] * 2
+    assert table["prompt"].tolist() == ["", "42"]
+    assert table["rewards/late_at"].tolist() == [1, 1]
+    held_out = HeldOut({0: table, 3: table})
+    assert held_out.means().loc["reward", "before"] == 0.5
+    assert held_out.pairs() == [["", "nan: 007", "nan: 007"], ["42", "0.5: 007", "0.5: 007"]]
+
+
+def test_rows_without_any_reward_are_no_error(tmp_path):
+    sample = RolloutSample([1, 2], [np.nan, -0.1], [0, 1], None, text="x")
+    table = read_completions(write_held_out(tmp_path, 0, [PromptGroup((sample,), {}, "0")]))
+    held_out = HeldOut({0: table, 3: table})
+    assert held_out.means().empty
+    assert "1 held-out rows" in repr(held_out)
+    assert "nan: x" in held_out._repr_html_()

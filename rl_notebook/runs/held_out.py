@@ -5,7 +5,6 @@
 # %% ../../nbs/runs/10_held_out.ipynb #431153b3
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ import numpy as np
 import pandas as pd
 
 from ..core.intervals import Interval, difference_interval, mean_interval
-from ..core.types import PromptGroup, RecordError
-from .records import StepRecord, replace_text
+from ..core.types import PromptGroup
+from .records import StepRecord, parsing, replace_text
 from ..core.files import read_file
 from ..show.html import html_table
 
@@ -52,18 +51,14 @@ def held_out_files(folder: Path) -> dict[int, Path]:
 
 def read_completions(path: Path) -> pd.DataFrame:
     "The table of a file; raises `RecordError` for one that is damaged."
-    expected = f"JSON Lines with {', '.join(COLUMNS)}"
-    text = read_file(path).decode("utf-8", "replace")
-    try:
-        table = pd.read_json(io.StringIO(text), lines=True, dtype={"row": str, "text": str})
-    except ValueError as error:
-        raise RecordError(
-            "held-out completions", where=str(path), got=str(error)[:80], expected=expected
-        ) from error
-    if missing := [name for name in COLUMNS if name not in table]:
-        got = f"no {', '.join(missing)}"
-        raise RecordError("held-out completions", where=str(path), got=got, expected=expected)
-    return table
+    columns = ", ".join(COLUMNS)
+    with parsing(path, f"JSON Lines with {columns}"):
+        rows = [json.loads(line) for line in read_file(path).splitlines()]
+        if lacking := [name for name in COLUMNS if any(name not in row for row in rows)]:
+            raise ValueError(f"no {', '.join(lacking)}")
+    table = pd.DataFrame(rows)
+    numbers = [name for name in table if name == "reward" or name.startswith("rewards/")]
+    return table.astype(dict.fromkeys(numbers, np.float64))
 
 # %% ../../nbs/runs/10_held_out.ipynb #3dfe6d3f
 SHOWN_ROWS = 6  # whose completions are shown
@@ -109,7 +104,10 @@ class HeldOut:
                     "after": self.values(self.after, name),
                 }
             ).dropna()
-            before, after = scored["before"].to_numpy(), scored["after"].to_numpy()
+            if scored.empty:
+                continue
+            before = scored["before"].to_numpy()
+            after = scored["after"].to_numpy()
             rows[name] = {
                 **columns_of("before", before, mean_interval(before)),
                 **columns_of("after", after, mean_interval(after)),
@@ -134,7 +132,7 @@ class HeldOut:
         rows = [str(row) for row in self.values(self.before, "reward").index if str(row) in last]
         return [
             [
-                str(first[row]["prompt"]).splitlines()[-1],
+                str(first[row]["prompt"]).rpartition("\n")[2],
                 *(f"{one[row]['reward']:.3g}: {one[row]['text']}" for one in (first, last)),
             ]
             for row in rows[:count]

@@ -614,7 +614,7 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
         parts += [tag("h2", "The last step"), _figures_html(last_step, len(over_steps))]
     if m.samples and m.samples[-1].groups:
         parts.append(tag("div", rewards_html(m.samples[-1].groups), kind="card scroll drawn"))
-    if m.held_out is not None:
+    if m.held_out is not None and len(m.held_out.completions) > 1:
         note = "Before the first step and after the last one. In brackets 95 % intervals; before a completion its reward."
         shown = m.held_out._repr_html_()
         parts += [tag("h2", "Held-out rows"), tag("p", note, kind="soft")]
