@@ -119,26 +119,23 @@ def count_through(
     rows: Sequence[Row], steps: list[int | None], main: Sequence[int]
 ) -> tuple[list[int | None], list[str]]:
     "Steps counted through where each epoch counts from the start, and a note."
-    falls = [i for before, i in pairwise(main) if (steps[i] or 0) < (steps[before] or 0)]
-    if not falls:
+    before_fall = {i: b for b, i in pairwise(main) if (steps[i] or 0) < (steps[b] or 0)}
+    if not before_fall:
         return steps, []
     first = steps[main[0]]
-    for i in falls:
-        before = main[list(main).index(i) - 1]
-        if steps[i] != first or not math.floor(_epoch_of(rows[i])) > math.floor(
-            _epoch_of(rows[before])
-        ):
+    for i, before in before_fall.items():
+        is_later_epoch = math.floor(_epoch_of(rows[i])) > math.floor(_epoch_of(rows[before]))
+        if steps[i] != first or not is_later_epoch:
             return steps, []
     added = 0
     through = list(steps)
     for i in range(len(steps)):
-        if i in falls:
-            before = main[list(main).index(i) - 1]
-            added = (through[before] or 0) + 1 - (first or 0)
+        if i in before_fall:
+            added = (through[before_fall[i]] or 0) + 1 - (first or 0)
         if steps[i] is not None:
             through[i] = (steps[i] or 0) + added
     return through, [
-        f"the count of steps starts again in each of {len(falls) + 1} epochs: counted through"
+        f"the count of steps starts again in each of {len(before_fall) + 1} epochs: counted through"
     ]
 
 
