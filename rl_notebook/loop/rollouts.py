@@ -356,14 +356,21 @@ class RolloutTrace:
 # each rollout is a task, with a trace
 CURRENT_TRACE: ContextVar[RolloutTrace | None] = ContextVar("rollout_trace", default=None)
 # serves the rollouts of a task instead of the sampler that they were given
-STAND_IN: ContextVar[Sampler | None] = ContextVar("stand_in", default=None)
+STAND_IN: ContextVar[Any] = ContextVar("stand_in", default=None)
 
 
-@dataclass(frozen=True)
-class RecordingSampler:
-    "A sampler that adds its completions to the trace of the rollout in flight."
+@dataclass(eq=False)
+class WrappedSampler:
+    "A sampler around another one: what it does not define is that of the other."
 
     sampler: Sampler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "sampler"), name)
+
+
+class RecordingSampler(WrappedSampler):
+    "A sampler that adds its completions to the trace of the rollout in flight."
 
     async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
         "As the sampler does, with a seed from the trace if there is none."
@@ -375,19 +382,12 @@ class RecordingSampler:
         trace.completions += completions
         return completions
 
-    async def logprobs(self, tokens: Any) -> Any:
-        "As the sampler does."
-        return await self.sampler.logprobs(tokens)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "sampler"), name)
-
 # %% ../../nbs/loop/01_rollouts.ipynb #d567aebe
-class BoundedSampler:
+class BoundedSampler(WrappedSampler):
     "A sampler with a maximum number of completions in flight; the first request is served first."
 
     def __init__(self, sampler: Sampler, most: int):
-        self.sampler = sampler
+        super().__init__(sampler)
         self.limit = AdaptiveLimit(math.inf, math.inf, math.inf)
         self.most = most
         self.at_most(most)
@@ -411,9 +411,6 @@ class BoundedSampler:
                     self.sampler, prompt_tokens, replace(params, n=n, seed=seed)
                 )
         return completions
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "sampler"), name)
 
 
 def bounded(sampler: Any, most: int | None) -> Any:
