@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class Side:
         return len(self.right) >= WINDOW and float(np.mean(self.right[-WINDOW:])) >= self.target
 
     def result(self) -> dict[str, Any]:
+        "For the JSON."
         return {
             "reached": self.there,
             "steps": len(self.right),
@@ -137,7 +139,9 @@ def trl_config(cfg: Config, folder: str, steps: int) -> Any:
     )
 
 
-def in_turns(task: str, target: float, most_steps: int, seed: int) -> dict[str, Side]:
+def in_turns(
+    task: str, target: float, most_steps: int, seed: int, base_model: str = "smollm2"
+) -> dict[str, Side]:
     "Steps of both sides, in turns, until both have reached the target."
     from datasets import Dataset
     from peft import LoraConfig
@@ -146,25 +150,26 @@ def in_turns(task: str, target: float, most_steps: int, seed: int) -> dict[str, 
 
     module = importlib.import_module(f"examples.small_model.{task}")
     cfg = Config.from_yaml(ROOT / "examples" / "small_model" / f"{task}.yaml")
-    cfg = replace(cfg, seed=seed, log_path=None, dcp_save_interval=0, eval_rows=0)
+    cfg = replace(
+        cfg, base_model=base_model, seed=seed, log_path=None, dcp_save_interval=0, eval_rows=0
+    )
     rewards = [getattr(module, name) for name in REWARDS[task]]
     rows = module.rows()[: cfg.max_rows]
     sides = {"ours": Side(target), "TRL": Side(target)}
     side = Ours(cfg, rows, rewards)
-    started = [0.0]
 
     class TakeTurns(TrainerCallback):
         "Notes TRL's step, runs ours, and ends where both are there."
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            started[0] = time.perf_counter()
+            self.started = time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            sides["TRL"].seconds.append(time.perf_counter() - started[0])
+            sides["TRL"].seconds.append(time.perf_counter() - self.started)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
-            if "rewards/exact/mean" not in logs:
-                return
+            if len(sides["TRL"].right) == len(sides["TRL"].seconds):
+                return  # a summary at the end of training
             sides["TRL"].right.append(logs["rewards/exact/mean"])
             give_back_memory()
             if not sides["ours"].there:
@@ -202,17 +207,18 @@ def in_turns(task: str, target: float, most_steps: int, seed: int) -> dict[str, 
     return sides
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--task", choices=[*REWARDS], default="sums")
+    parser.add_argument("--base-model", default="smollm2", help="of both sides")
     parser.add_argument("--target", type=float, default=0.85, help="share of right completions")
     parser.add_argument("--most-steps", type=int, default=60, help="of either side")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the figures")
-    args = parser.parse_args()
-    sides = in_turns(args.task, args.target, args.most_steps, args.seed)
+    args = parser.parse_args(arguments)
+    sides = in_turns(args.task, args.target, args.most_steps, args.seed, args.base_model)
     result = {name: side.result() for name, side in sides.items()}
     print("\n| | steps | seconds | seconds a step |\n|---|---|---|---|")
     for name, one in result.items():
@@ -220,7 +226,12 @@ def main() -> None:
         print(
             f"| {name} | {one['steps']}{reached} | {one['seconds']:.0f} | {one['seconds_a_step']:.1f} |"
         )
-    asked = {"task": args.task, "target": args.target, "seed": args.seed}
+    asked = {
+        "task": args.task,
+        "base_model": args.base_model,
+        "target": args.target,
+        "seed": args.seed,
+    }
     if args.json:
         args.json.write_text(json.dumps({**asked, **result, "machine": machine()}, indent=1) + "\n")
 

@@ -106,11 +106,11 @@ HELD_OUT = Parts(
 )
 
 
-def made(parts: Parts, count: int, seed: str) -> list[dict[str, str]]:
+def make_rows(parts: Parts, count: int, seed: str) -> list[dict[str, str]]:
     "So many different rows."
     pick = random.Random(seed)
-    made_rows: dict[str, dict[str, str]] = {}
-    while len(made_rows) < count:
+    rows_by_question: dict[str, dict[str, str]] = {}
+    while len(rows_by_question) < count:
         person = {
             "name": pick.choice(parts.names),
             "age": pick.choice(AGES),
@@ -120,13 +120,15 @@ def made(parts: Parts, count: int, seed: str) -> list[dict[str, str]]:
         sentence = pick.choice(parts.sentences).format(**person)
         question = f'Text: {sentence}\nJSON with the keys "{first}", "{second}" and "{third}":'
         answer = json.dumps({key: person[key] for key in order})
-        made_rows[question] = {"question": question, "answer": answer}
-    return list(made_rows.values())
+        rows_by_question[question] = {"question": question, "answer": answer}
+    return list(rows_by_question.values())
 
 
 def rows() -> list[dict[str, str]]:
     "Rows to train on, then the held-out ones."
-    return made(TRAINING, TRAINING_ROWS, "training") + made(HELD_OUT, HELD_OUT_ROWS, "held out")
+    return make_rows(TRAINING, TRAINING_ROWS, "training") + make_rows(
+        HELD_OUT, HELD_OUT_ROWS, "held out"
+    )
 
 
 def as_object(text: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ HELD_OUT_SETS = 80  # of the 330 sets of four digits from 2 to 9
 DIGITS = range(2, 10)
 
 
-def asked(digits: Sequence[int]) -> str:
+def question_of(digits: Sequence[int]) -> str:
     "The question."
     return f"What is {' + '.join(map(str, digits))}?"
 
@@ -28,31 +28,31 @@ def running_sums(digits: Sequence[int]) -> list[str]:
     ]
 
 
-def turns(digits: Sequence[int], worked_out: bool) -> list[dict[str, str]]:
+def example_turns(digits: Sequence[int], worked_out: bool) -> list[dict[str, str]]:
     "A question and its answer, with running sums or without."
     lines = running_sums(digits) if worked_out else []
     answer = "\n".join([*lines, f"#### {sum(digits)}"])
     return [
-        {"role": "user", "content": asked(digits)},
+        {"role": "user", "content": question_of(digits)},
         {"role": "assistant", "content": answer},
     ]
 
 
 EXAMPLES = [
-    *turns([6, 2, 9, 5], worked_out=False),
-    *turns([7, 4, 8, 3], worked_out=True),
-    *turns([5, 8, 2, 6], worked_out=True),
+    *example_turns([6, 2, 9, 5], worked_out=False),
+    *example_turns([7, 4, 8, 3], worked_out=True),
+    *example_turns([5, 8, 2, 6], worked_out=True),
 ]
 
 
-def made(sets: Sequence[Sequence[int]], count: int, seed: str) -> list[dict[str, Any]]:
+def make_rows(sets: Sequence[Sequence[int]], count: int, seed: str) -> list[dict[str, Any]]:
     "So many rows; their digits are those of a set, in any order."
     pick = random.Random(seed)
     orders = {order for digits in sets for order in itertools.permutations(digits)}
     chosen = pick.sample(sorted(orders), count)
     return [
         {
-            "messages": [*EXAMPLES, {"role": "user", "content": asked(digits)}],
+            "messages": [*EXAMPLES, {"role": "user", "content": question_of(digits)}],
             "answer": str(sum(digits)),
             "digits": list(digits),
         }
@@ -64,7 +64,7 @@ def rows() -> list[dict[str, Any]]:
     "Rows to train on, then held-out ones, whose digits are in no row to train on together in any order."
     sets = list(itertools.combinations_with_replacement(DIGITS, 4))
     random.Random("sets").shuffle(sets)
-    return made(sets[HELD_OUT_SETS:], TRAINING_ROWS, "training") + made(
+    return make_rows(sets[HELD_OUT_SETS:], TRAINING_ROWS, "training") + make_rows(
         sets[:HELD_OUT_SETS], HELD_OUT_ROWS, "held out"
     )
 
