@@ -38,7 +38,7 @@ class Interval:
         return "unknown" if math.isnan(self.low) else f"[{self.low:.2f}, {self.high:.2f}]"
 
 # %% ../../nbs/core/17_intervals.ipynb #72ab53f1
-def root(f: Callable[[float], float]) -> float:
+def find_root(f: Callable[[float], float]) -> float:
     "Where a function that rises crosses 0, between 0 and 1."
     low = 0.0
     high = 1.0
@@ -51,7 +51,7 @@ def root(f: Callable[[float], float]) -> float:
     return (low + high) / 2
 
 
-def tail(successes: int, n: int, p: float) -> float:
+def tail_probability(successes: int, n: int, p: float) -> float:
     "Probability of at least this many successes of n, for p between 0 and 1."
     counts = range(successes, n + 1)
     choices = (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in counts)
@@ -70,8 +70,12 @@ def clopper_pearson(successes: int, n: int, level: float = 0.95) -> Interval:
             "successes", got=f"{successes} of {n}", expected="from 0 to n, n at least 1"
         )
     beyond = (1 - level) / 2
-    low = root(lambda p: tail(successes, n, p) - beyond) if successes else 0.0
-    high = root(lambda p: tail(successes + 1, n, p) - (1 - beyond)) if successes < n else 1.0
+    low = find_root(lambda p: tail_probability(successes, n, p) - beyond) if successes else 0.0
+    high = (
+        find_root(lambda p: tail_probability(successes + 1, n, p) - (1 - beyond))
+        if successes < n
+        else 1.0
+    )
     return Interval(low, high, "Clopper-Pearson", level)
 
 # %% ../../nbs/core/17_intervals.ipynb #cb3c05ff
@@ -92,10 +96,10 @@ def lower_end(values: np.ndarray, wealth: float) -> float:
     "The largest claimed mean that is ruled out from below, from (n,) values in [0, 1]; 0 = none is."
     if not values.any():
         return 0.0
-    return root(lambda m: math.log(wealth) - log_wealth(values, m))
+    return find_root(lambda m: math.log(wealth) - log_wealth(values, m))
 
 
-def finite(values: Sequence[float] | np.ndarray) -> np.ndarray:  # (n,)
+def finite_array(values: Sequence[float] | np.ndarray) -> np.ndarray:  # (n,)
     "Values as an array; raises `RewardError` where there is none, and for one that is not finite."
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or not len(array) or not np.isfinite(array).all():
@@ -111,7 +115,7 @@ def betting(
     """The mean of a bounded distribution; the confidence is at least `level` at all n at once, however one stops.
 
     Raises `RewardError` for no values, and for one outside of the bounds."""
-    array = finite(values)
+    array = finite_array(values)
     low, high = bounds
     if array.min() < low or array.max() > high:
         got = f"{array.min():g} to {array.max():g}"
@@ -129,7 +133,7 @@ RESAMPLES = 2000
 
 def bootstrap(values: Sequence[float] | np.ndarray, level: float = 0.95) -> Interval:
     "The mean of a distribution without known bounds, about; NaN where all values are equal."
-    array = finite(values)
+    array = finite_array(values)
     if np.ptp(array) == 0:
         return Interval(math.nan, math.nan, "bootstrap", level)
     chosen = np.random.default_rng(0).integers(len(array), size=(RESAMPLES, len(array)))
@@ -145,7 +149,7 @@ def mean_interval(
     binary: bool | None = None,  # whether the reward is 0 or 1; None = whether all values are
 ) -> Interval:
     "The mean behind rewards, by the surest interval there is for them; raises `RewardError` as these do."
-    array = finite(values)
+    array = finite_array(values)
     if binary is None:
         binary = bounds is None and bool(np.isin(array, (0, 1)).all())
     if binary:
@@ -161,14 +165,16 @@ def difference_interval(
     binary: bool | None = None,  # whether the reward is 0 or 1; None = whether all values are
 ) -> Interval:
     "The mean of `after - before`, from pairs; raises `RewardError` where they are no pairs."
-    first = finite(after)
-    second = finite(before)
+    first = finite_array(after)
+    second = finite_array(before)
     if len(first) != len(second):
         got = f"{len(first)} and {len(second)} values"
         raise RewardError("pairs", got=got, expected="as many of one as of the other")
     if binary is None:
         binary = bounds is None and bool(np.isin([first, second], (0, 1)).all())
-    low, high = (0.0, 1.0) if binary else bounds or (math.nan, math.nan)
-    if math.isnan(low):
+    if binary:
+        bounds = (0.0, 1.0)
+    if bounds is None:
         return bootstrap(first - second, level)
+    low, high = bounds
     return betting(first - second, (low - high, high - low), level)

@@ -32,7 +32,14 @@ from rl_notebook.core.types import (
     quoted,
 )
 from ..loop.back import MAX_GAP
-from ..loop.rollouts import STAND_IN, BoundRollout, Lost, call_sampler, run_rollout
+from rl_notebook.loop.rollouts import (
+    STAND_IN,
+    BoundRollout,
+    Lost,
+    WrappedSampler,
+    call_sampler,
+    run_rollout,
+)
 from ..loop.state import Loop
 from ..loop.weights import MIN_ROUNDING, PROBE_ERRORS
 from ..runs.records import StepRecord, expect
@@ -45,6 +52,7 @@ from rl_notebook.show.html import (
     shapes,
     table,
     tag,
+    text_table,
     token_texts,
 )
 from rl_notebook.task.chat import (
@@ -59,7 +67,7 @@ from ..task.data import Prompt, Row, make_row
 from ..task.rewards import Limits, as_reward_fns, graded, score
 
 # %% auto #0
-__all__ = ['ALTERNATIVES', 'Continuation', 'Branch', 'Fork', 'fork']
+__all__ = ['Continuation', 'Branch', 'Fork', 'fork']
 
 # %% ../../nbs/experiments/04_fork.ipynb #fe17add5
 @dataclass(frozen=True, eq=False)
@@ -71,12 +79,12 @@ class Turn:
     logprobs: np.ndarray  # (C,) of the distribution sampled from
     raw_logprobs: np.ndarray  # (C,) at temperature 1
 
-    def kept(self, count: int) -> Turn:
+    def first_tokens(self, count: int) -> Turn:
         "The turn up to a token."
         series = (s[:count] for s in (self.tokens, self.logprobs, self.raw_logprobs))
         return Turn(self.prompt, *series)
 
-    def then(self, tokens: Sequence[int]) -> Turn:
+    def with_tokens(self, tokens: Sequence[int]) -> Turn:
         "The turn with further tokens; their logprobs are put as 0, since nothing is trained on them."
         more = np.zeros(len(tokens))
         return Turn(
@@ -107,7 +115,7 @@ def turn_at(sample: RolloutSample, at: int, where: str) -> int:
     )
 
 # %% ../../nbs/experiments/04_fork.ipynb #b5d49659
-def completion_text(
+def decode_completion(
     tokens: np.ndarray, params: SampleParams, ends: frozenset[int], tokenizer: Any
 ) -> str:
     "A completion as text: without special tokens, the token that ends it, and what follows a stop text."
@@ -117,7 +125,7 @@ def completion_text(
     return text[: min(cuts)] if cuts else text
 
 
-def joined(
+def join_turn(
     turn: Turn, rest: Completion | None, params: SampleParams, ends: frozenset[int], tokenizer: Any
 ) -> Completion:
     "What a turn has said so far and what was sampled after it as one completion."
@@ -137,7 +145,7 @@ def joined(
         turn.tokens,
         turn.raw_logprobs,
         turn.logprobs,
-        completion_text(turn.tokens, params, ends, tokenizer),
+        decode_completion(turn.tokens, params, ends, tokenizer),
         reason,
         rest.policy_version if rest else 0,
         params,
@@ -156,7 +164,7 @@ def is_over(turn: Turn, params: SampleParams, ends: frozenset[int], tokenizer: A
     )
 
 
-async def resume(
+async def sample_rest(
     sampler: Sampler,
     turn: Turn,  # what is kept
     params: SampleParams,  # of the whole turn; `n` continuations
@@ -165,18 +173,17 @@ async def resume(
 ) -> list[Completion]:  # whole turns
     "Sample the rest of a turn."
     if is_over(turn, params, ends, tokenizer):
-        return [joined(turn, None, params, ends, tokenizer)] * params.n
+        return [join_turn(turn, None, params, ends, tokenizer)] * params.n
     prompt = np.concatenate([turn.prompt, turn.tokens])
     rest = replace(params, max_tokens=params.max_tokens - len(turn.tokens))
     completions = await call_sampler(sampler, prompt, rest)
-    return [joined(turn, c, params, ends, tokenizer) for c in completions]
+    return [join_turn(turn, c, params, ends, tokenizer) for c in completions]
 
 # %% ../../nbs/experiments/04_fork.ipynb #d3853d31
 @dataclass(eq=False)
-class ReplayingSampler:
+class ReplayingSampler(WrappedSampler):
     "Answers the first requests of a rollout from its record, samples the rest of one turn, and passes on what follows."
 
-    sampler: Sampler
     turns: Sequence[Turn]  # as recorded; of the last one what is kept
     seed: int
     ends: frozenset[int]
@@ -214,19 +221,12 @@ class ReplayingSampler:
             got = f"request {number + 1} with another prompt from token {at} on"
             raise self.fail(got, "the recorded prompt: what tools and environment say must repeat")
         if number < len(self.turns) - 1:
-            return [joined(turn, None, params, self.ends, self.tokenizer)]
-        completions = await resume(
+            return [join_turn(turn, None, params, self.ends, self.tokenizer)]
+        completions = await sample_rest(
             self.sampler, turn, replace(params, seed=seed), self.ends, self.tokenizer
         )
         self.sampled += sum(len(c.tokens) - len(turn.tokens) for c in completions)
         return completions
-
-    async def logprobs(self, tokens: Any) -> Any:
-        "As the sampler does."
-        return await self.sampler.logprobs(tokens)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "sampler"), name)
 
 # %% ../../nbs/experiments/04_fork.ipynb #d434125b
 @dataclass(frozen=True)
@@ -274,13 +274,13 @@ class Resampler:
         first = runs.index(runs[self.index]) if runs else self.index
         return [t for s in self.group.samples[first : self.index + 1] for t in turns_of(s)]
 
-    def kept(self, at: int, tokens: Sequence[int] = ()) -> list[Turn]:
+    def turns_before(self, at: int, tokens: Sequence[int] = ()) -> list[Turn]:
         "What is kept of the turns: all before a place, and there these tokens."
         which = turn_at(self.sample, at, self.where)
         turns = self.run_turns
         count = len(turns) - len(self.sample.turns) + which
         begin = self.sample.turns[which][0]
-        return [*turns[:count], turns[count].kept(at - begin).then(tokens)]
+        return [*turns[:count], turns[count].first_tokens(at - begin).with_tokens(tokens)]
 
     async def play(
         self,
@@ -290,7 +290,7 @@ class Resampler:
         seed: int = 0,  # continuation i has the same random numbers wherever it begins
     ) -> tuple[list[Continuation], int]:  # and the tokens that were sampled
         "Continuations of the recorded rollout; raises what sampler, reward and rollout function raise."
-        turns = self.kept(at, tokens)
+        turns = self.turns_before(at, tokens)
         if self.rollout_fn is None:
             return await self._complete(turns[-1], n, seed)
         players = [
@@ -305,7 +305,7 @@ class Resampler:
     async def _complete(self, turn: Turn, n: int, seed: int) -> tuple[list[Continuation], int]:
         "Continuations of the only turn."
         params = replace(self.params, n=n, seed=seed)
-        completions = await resume(self.sampler, turn, params, self.ends, self.tokenizer)
+        completions = await sample_rest(self.sampler, turn, params, self.ends, self.tokenizer)
         if len(completions) != n:
             raise RewardError(
                 "sampler", where=self.where, got=f"{len(completions)} completions", expected=str(n)
@@ -614,17 +614,30 @@ def tree_lines(
 MOST_CHILDREN = 4  # of a node of the tree that is shown
 
 
-def plain(value: Any) -> Any:
+def weights_text(weights: str, gap: float | None) -> str:
+    "Which weights answered, and how far their logprobs are from the recorded ones."
+    if gap is None:
+        return f"weights: {weights}"
+    return f"weights: {weights} (logprobs within {gap:.1g} nats per token of the record)"
+
+
+def decode_each(tokens: Sequence[int], tokenizer: Any) -> list[str]:
+    "The text of each token; spaces are spaces."
+    texts = token_texts(np.array(tokens, dtype=np.int64), tokenizer)[0]
+    return [text.replace("·", " ") for text in texts]
+
+
+def json_values(value: Any) -> Any:
     "A result as values of JSON: NaN and infinity become None."
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): json_values(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
+        return [json_values(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def interval_from(values: Mapping[str, Any] | None) -> Interval | None:
-    "An interval as it was before `plain`."
+    "An interval as it was before `json_values`."
     if values is None:
         return None
     low, high = (math.nan if values[name] is None else values[name] for name in ("low", "high"))
@@ -692,18 +705,13 @@ class Fork:
     @property
     def footer(self) -> str:
         "Weights, cost and the kind of interval in one line."
-        gap = (
-            ""
-            if self.gap is None
-            else f" (logprobs within {self.gap:.1g} nats per token of the record)"
-        )
         kinds = Counter(b.interval.method for b in self.branches)
         count = sum(len(b.continuations) for b in self.branches)
         level = f"{self.sampled.interval.level:.0%}"
         guaranteed = all(b.interval.is_guaranteed for b in self.branches)
         about = "at least" if guaranteed else "about"
         return (
-            f"weights: {self.weights}{gap}; {count} continuations, {self.sampled_tokens} tokens; "
+            f"{weights_text(self.weights, self.gap)}; {count} continuations, {self.sampled_tokens} tokens; "
             f"intervals of {about} {level}: {', '.join(kinds)}, differences by pairs"
         )
 
@@ -737,11 +745,7 @@ class Fork:
 
     def __repr__(self) -> str:
         head = ["token", "p", "mean", "interval", "difference", "tokens"]
-        rows = [head, *self.rows()]
-        wide = [max(len(r[i]) for r in rows) for i in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(r, wide, strict=True)).rstrip() for r in rows
-        ]
+        lines = text_table([head, *self.rows()])
         for branch, nodes in self.trees():
             lines += ["", repr(branch.text), *tree_lines(nodes, self.texts, MOST_CHILDREN)]
         place = f"step {self.step}, group {self.group}, sample {self.sample}, target {self.target}"
@@ -770,7 +774,7 @@ class Fork:
     def to_json(self) -> str:
         "The result as JSON text."
         return json.dumps(
-            {"format": "rl_notebook fork 1", **plain(asdict(self))}, ensure_ascii=False
+            {"format": "rl_notebook fork 1", **json_values(asdict(self))}, ensure_ascii=False
         )
 
     @classmethod
@@ -790,6 +794,9 @@ class Fork:
         return cls(branches=tuple(branches), texts=texts, **values)
 
 # %% ../../nbs/experiments/04_fork.ipynb #f343864a
+ALTERNATIVES = 3  # likeliest other tokens that are tried
+
+
 def compare_branches(
     made: Sequence[tuple[tuple[int, ...], list[Continuation], int]],  # tokens, continuations, cost
     known: Sequence[float],  # other rewards of the run, which say whether all are 0 or 1
@@ -836,9 +843,6 @@ def compare_branches(
     return branches
 
 # %% ../../nbs/experiments/04_fork.ipynb #70307cbb
-ALTERNATIVES = 3  # likeliest other tokens that are tried
-
-
 async def fork(
     source: Loop | Backend,  # of the run; a backend with the run's weights needs `reward`
     record: StepRecord,
@@ -867,7 +871,7 @@ async def fork(
     player = resampler_of(source, record, group, sample, reward, params)
     recorded = player.sample
     at = recorded.prompt_len if target is None else target + 1
-    turns = player.kept(at)
+    turns = player.turns_before(at)
     sampled_token = int(recorded.tokens[at])
     start = time.perf_counter()
     async with weights_of(source, record, run) as weights:
@@ -890,7 +894,7 @@ async def fork(
         made, player.group.rewards.tolist(), chances, player.tokenizer, bounds, level, player.where
     )
     used = sorted({t for b in branches for c in b.continuations for t in c.tokens})
-    shown = token_texts(np.array(used, dtype=np.int64), player.tokenizer)[0]
+    texts = dict(zip(used, decode_each(used, player.tokenizer), strict=True))
     if weights == "those of the backend" and same:
         weights = "those of the backend, which are those of the record"
     return Fork(
@@ -904,5 +908,5 @@ async def fork(
         weights,
         gap,
         time.perf_counter() - start,
-        {t: text.replace("·", " ") for t, text in zip(used, shown, strict=True)},
+        texts,
     )

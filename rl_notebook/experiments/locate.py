@@ -27,7 +27,15 @@ from rl_notebook.core.types import (
     SampleParams,
     quoted,
 )
-from .fork import interval_from, logprob_gap, plain, resampler_of, weights_of
+from rl_notebook.experiments.fork import (
+    decode_each,
+    interval_from,
+    json_values,
+    logprob_gap,
+    resampler_of,
+    weights_of,
+    weights_text,
+)
 from ..loop.state import Loop
 from ..runs.records import StepRecord
 from ..runs.run import Run
@@ -37,13 +45,13 @@ from rl_notebook.show.html import (
     shapes,
     table,
     tag,
+    text_table,
     tint,
     token_strip,
-    token_texts,
 )
 
 # %% auto #0
-__all__ = ['Point', 'Located', 'locate', 'Parting', 'parting', 'shown_tokens']
+__all__ = ['Point', 'Located', 'locate', 'Parting', 'parting']
 
 # %% ../../nbs/experiments/05_locate.ipynb #d86dc3f3
 BATCH = 8  # continuations that are sampled at once
@@ -110,7 +118,7 @@ class Search:
         "Batches that are left."
         return (self.budget - self.used) // BATCH
 
-    def lacks(self, rewards: Sequence[float] | np.ndarray) -> np.ndarray:
+    def shortfall(self, rewards: Sequence[float] | np.ndarray) -> np.ndarray:
         "Rewards as what a fall takes away, from 0 to 1: of a success what is missing."
         low, high = self.bounds
         unit = (np.asarray(rewards, dtype=np.float64) - low) / (high - low)
@@ -119,9 +127,9 @@ class Search:
     def height(self, kept: int) -> float:
         "The curve at a place, as far as it is known."
         values = [self.final] if kept == self.length else self.rewards[kept]
-        return float(np.nanmean(self.lacks(values)))
+        return float(np.nanmean(self.shortfall(values)))
 
-    async def more(self, kept: int, batch: int | None = None) -> np.ndarray:
+    async def sample_batch(self, kept: int, batch: int | None = None) -> np.ndarray:
         "Another batch at a place; of the confirmation where it is numbered."
         self.used += BATCH
         known = self.rewards.setdefault(kept, [])
@@ -134,7 +142,7 @@ class Search:
         "Places, evenly spaced, the end among them."
         stretches = max(1, min(STRETCHES, self.length, self.room // 3))
         places = sorted({i * self.length // stretches for i in range(stretches)})
-        await together([self.more(kept) for kept in places])
+        await together([self.sample_batch(kept) for kept in places])
         return [*places, self.length]
 
     async def look_closer(self, places: list[int]) -> list[int]:
@@ -142,7 +150,7 @@ class Search:
         between = [(a + b) // 2 for a, b in itertools.pairwise(places) if b - a > 1]
         if self.room - len(between) < self.budget // BATCH // 3:
             return places
-        await together([self.more(kept) for kept in between])
+        await together([self.sample_batch(kept) for kept in between])
         return sorted([*places, *between])
 
     def falls(self, places: Sequence[int]) -> list[float]:
@@ -156,8 +164,8 @@ class Search:
         for _ in range(MOST_IN_SEARCH):
             if self.room < 3:
                 break
-            await self.more(middle)
-            values = self.lacks(self.rewards[middle])
+            await self.sample_batch(middle)
+            values = self.shortfall(self.rewards[middle])
             if half not in betting(values[~np.isnan(values)], level=SEARCH_LEVEL):
                 break
         if middle not in self.rewards:
@@ -168,16 +176,16 @@ class Search:
         "Ask with fresh pairs whether one token makes more than a share of the range, and half of what there was before it."
         right = left + 1
         cost = 1 if right == self.length else 2
-        end = float(self.lacks([self.final])[0])
+        end = float(self.shortfall([self.final])[0])
         before = np.zeros(0)
         after = np.zeros(0)
         result = Confirmation()
         while self.room >= cost and result.is_half is None:
             batch = FRESH + len(before) // BATCH
-            before = np.concatenate([before, self.lacks(await self.more(left, batch))])
-            new = self.lacks([self.final] * BATCH)
+            before = np.concatenate([before, self.shortfall(await self.sample_batch(left, batch))])
+            new = self.shortfall([self.final] * BATCH)
             if right < self.length:
-                new = self.lacks(await self.more(right, batch))
+                new = self.shortfall(await self.sample_batch(right, batch))
             after = np.concatenate([after, new])
             known = ~np.isnan(before + after)
             if known.any():
@@ -218,7 +226,7 @@ async def find_place(search: Search) -> Verdict:
     share = (search.height(0) - search.height(search.length)) / 2 if left else 0.0
     result = await search.confirm(left, max(0.0, share))
     sign = 1 if search.rises else -1
-    known = sign * result.change, signed(result.interval, sign), left
+    known = sign * result.change, apply_sign(result.interval, sign), left
     if result.is_half:
         return Verdict(left, "", *known)
     if result.is_half is None:
@@ -232,7 +240,7 @@ async def find_place(search: Search) -> Verdict:
     )
 
 
-def signed(interval: Interval | None, sign: int) -> Interval | None:
+def apply_sign(interval: Interval | None, sign: int) -> Interval | None:
     "An interval of a fall as one of a change, and back."
     if interval is None or sign > 0:
         return interval
@@ -286,7 +294,7 @@ class Located:
         verb = "rises" if self.change > 0 else "falls"
         return (
             f"{what} at token {self.place}, {self.pieces[self.place]!r} after {on_one_line(before, 40)!r}: the mean "
-            f"reward {verb} by {abs(self.change):.2f} {signed(self.change_interval, 1 if self.change > 0 else -1)}"
+            f"reward {verb} by {abs(self.change):.2f} {apply_sign(self.change_interval, 1 if self.change > 0 else -1)}"
         )
 
     @property
@@ -297,14 +305,8 @@ class Located:
     @property
     def footer(self) -> str:
         "Weights and cost in one line."
-        gap = (
-            ""
-            if self.gap is None
-            else f" (logprobs within {self.gap:.1g} nats per token of the record)"
-        )
-        return (
-            f"weights: {self.weights}{gap}; {self.used} continuations, {self.sampled_tokens} tokens"
-        )
+        weights = weights_text(self.weights, self.gap)
+        return f"{weights}; {self.used} continuations, {self.sampled_tokens} tokens"
 
     def rows(self) -> list[list[str]]:
         "One row per place: tokens kept, what comes next, mean, interval, continuations."
@@ -322,12 +324,8 @@ class Located:
 
     def __repr__(self) -> str:
         rows = [["kept", "next", "mean", "interval", "n"], *self.rows()]
-        wide = [max(len(r[i]) for r in rows) for i in range(5)]
         bars = ["", *("█" * round(20 * max(0.0, min(1.0, p.mean))) for p in self.points)]
-        lines = [
-            "  ".join([*(c.ljust(w) for c, w in zip(r, wide, strict=True)), bar]).rstrip()
-            for r, bar in zip(rows, bars, strict=True)
-        ]
+        lines = text_table([[*row, bar] for row, bar in zip(rows, bars, strict=True)])
         place = f"step {self.step}, group {self.group}, sample {self.sample}"
         return "\n".join([f"{place}: {self.headline}", *lines, self.footer])
 
@@ -350,7 +348,7 @@ class Located:
     def to_json(self) -> str:
         "The result as JSON text."
         return json.dumps(
-            {"format": "rl_notebook locate 1", **plain(asdict(self))}, ensure_ascii=False
+            {"format": "rl_notebook locate 1", **json_values(asdict(self))}, ensure_ascii=False
         )
 
     @classmethod
@@ -416,13 +414,14 @@ async def locate(
             "reward", where=player.where, got="None", expected="a sample that was scored"
         )
     positions = np.flatnonzero(recorded.loss_mask).tolist()
-    cost = [0]
+    sampled_tokens = 0
 
     async def continue_from(kept: int, batch: int) -> np.ndarray:
         "Rewards of a batch of continuations."
+        nonlocal sampled_tokens
         batch_seed = int(np.random.SeedSequence([seed, batch]).generate_state(1)[0])
         made, tokens = await player.play(positions[kept], (), BATCH, batch_seed)
-        cost[0] += tokens
+        sampled_tokens += tokens
         return np.array([np.nan if c.reward is None else c.reward for c in made])
 
     start = time.perf_counter()
@@ -442,7 +441,7 @@ async def locate(
         points.append(Point(kept, len(known), float(np.mean(known)), betting(known, bounds, level)))
     exact = Interval(recorded.reward, recorded.reward, "", level)
     points.append(Point(len(positions), 0, recorded.reward, exact))
-    pieces = token_texts(recorded.tokens[positions], player.tokenizer)[0]
+    pieces = decode_each(recorded.tokens[positions].tolist(), player.tokenizer)
     low, high = bounds
     change = verdict.interval and replace(
         verdict.interval,
@@ -455,7 +454,7 @@ async def locate(
         sample,
         player.group.key,
         recorded.reward,
-        tuple(piece.replace("·", " ") for piece in pieces),
+        tuple(pieces),
         tuple(at - 1 for at in positions),
         tuple(points),
         verdict.place,
@@ -463,7 +462,7 @@ async def locate(
         verdict.change * (high - low),
         change,
         search.used,
-        cost[0],
+        sampled_tokens,
         time.perf_counter() - start,
         weights,
         gap,
@@ -527,7 +526,7 @@ def forks_of(
     return {shared: branches for shared, branches in forks.items() if len(branches) > 1}
 
 
-def explained(rewards: np.ndarray, branches: Mapping[Any, Sequence[int]]) -> np.ndarray:
+def sum_between_branches(rewards: np.ndarray, branches: Mapping[Any, Sequence[int]]) -> np.ndarray:
     "Sum of squares between the branches of a fork, for (S, n) rewards: (S,)."
     members = [i for each in branches.values() for i in each]
     mean = rewards[:, members].mean(1)
@@ -547,21 +546,19 @@ def parting(
     forks = forks_of(paths)
     if not forks or np.ptp(rewards) == 0:
         return Parting("", 0, (), 1.0, len(samples))
-    sizes = {shared: float(explained(rewards, branches)[0]) for shared, branches in forks.items()}
+    sizes = {
+        shared: float(sum_between_branches(rewards, branches)[0])
+        for shared, branches in forks.items()
+    }
     shared = max(sizes, key=lambda beginning: (sizes[beginning], -len(beginning)))
     rng = np.random.default_rng(seed)
     shuffled = rng.permuted(np.repeat(rewards, SHUFFLES, axis=0), axis=1)
-    most = np.max([explained(shuffled, branches) for branches in forks.values()], axis=0)
+    most = np.max([sum_between_branches(shuffled, branches) for branches in forks.values()], axis=0)
     p_value = (1 + int((most >= sizes[shared] - 1e-9).sum())) / (1 + SHUFFLES)
     branches = []
     for following, members in sorted(forks[shared].items(), key=lambda item: -len(item[1])):
-        text = "(end)" if following is None else shown_tokens([following], tokenizer)
+        text = "(end)" if following is None else "".join(decode_each([following], tokenizer))
         branches.append((text, tuple(rewards[0, members].tolist())))
     return Parting(
-        shown_tokens(shared, tokenizer), len(shared), tuple(branches), p_value, len(samples)
+        "".join(decode_each(shared, tokenizer)), len(shared), tuple(branches), p_value, len(samples)
     )
-
-
-def shown_tokens(tokens: Sequence[int], tokenizer: Any) -> str:
-    "Tokens as text."
-    return "".join(token_texts(np.array(tokens, dtype=np.int64), tokenizer)[0]).replace("·", " ")

@@ -16,7 +16,7 @@ from ..core.types import ConfigError
 from ..show.html import SOFT, html_table, shapes, swatch, tint
 
 # %% auto #0
-__all__ = ['BOX', 'MOST_BOXES', 'Plan', 'plan']
+__all__ = ['plan']
 
 # %% ../../nbs/experiments/06_plan.ipynb #db462470
 PASS_RATES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
@@ -168,7 +168,8 @@ def _picture(slices: Sequence[PlanSlice]) -> str:
     picture = shapes(rects, width, height, label)
     legend = f"{swatch('blue')} age 0, on policy"
     if oldest:
-        legend += f" {swatch('orange')} age 1 to {oldest}; a gap is an update of the weights"
+        ages = "age 1" if oldest == 1 else f"age 1 to {oldest}"
+        legend += f" {swatch('orange')} {ages}; a gap is an update of the weights"
     more = len(slices) - len(shown)
     return f'{picture}<p style="{SOFT}">{legend}{f"; and {more} more" if more else ""}</p>'
 

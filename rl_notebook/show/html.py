@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from rl_notebook.task.data import Prompt, Rollouts
 
 # %% auto #0
-__all__ = ['HUES', 'number', 'token_bytes', 'token_text', 'token_texts', 'shapes', 'table', 'html_table', 'frame_html']
+__all__ = ['HUES', 'number', 'token_bytes', 'token_text', 'token_texts', 'shapes', 'table', 'text_table', 'html_table',
+           'frame_html']
 
 # %% ../../nbs/show/00_html.ipynb #b7f802f1
 def prompt_text(row: Mapping[str, Any]) -> str:
@@ -227,6 +228,16 @@ def _cell(value: Any) -> str:
     "A value as escaped text."
     text = "" if value is None else number(value) if isinstance(value, float) else str(value)
     return html.escape(without_keys(escape_unseen(text)))
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    "Rows of cells as lines whose columns begin at the same place."
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def html_table(
