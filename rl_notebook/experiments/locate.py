@@ -41,8 +41,8 @@ from ..runs.records import StepRecord
 from ..runs.run import Run
 from rl_notebook.show.html import (
     SOFT,
+    folded,
     on_one_line,
-    shapes,
     table,
     tag,
     text_table,
@@ -329,20 +329,32 @@ class Located:
         place = f"step {self.step}, group {self.group}, sample {self.sample}"
         return "\n".join([f"{place}: {self.headline}", *lines, self.footer])
 
+    @property
+    def legend(self) -> str:
+        "What the curve below the tokens shows, in words."
+        low, high = axis_of(self.points)
+        places = sum(p.n > 0 for p in self.points)
+        return (
+            f"Below each token: the mean reward if sampled on from there, from {low:g} at the bottom to {high:g} at the top. "
+            f"Bars: the {places} places that were sampled, with intervals of {self.level:.0%}; straight between them."
+        )
+
     def _repr_html_(self) -> str:
-        tints = [
-            "" if self.place != i else tint("blue" if self.change > 0 else "orange", 1.0)
-            for i in range(len(self.pieces))
-        ]
+        tints = [""] * len(self.pieces)
+        if self.place is not None:
+            tints[self.place] = tint("blue" if self.change > 0 else "orange", 1.0)
+        cells = [cell.html for cell in curve_cells(self.points, len(self.pieces))]
+        soft = f"font-size:13px;{SOFT}"
+        places = table(
+            ["kept", "next", "mean", "interval", "n"],
+            [[html.escape(c) for c in r] for r in self.rows()],
+        )
         return (
             tag("p", html.escape(self.headline))
-            + curve_html(self.points, len(self.pieces))
-            + token_strip(self.pieces, tints)
-            + table(
-                ["kept", "next", "mean", "interval", "n"],
-                [[html.escape(c) for c in r] for r in self.rows()],
-            )
-            + tag("p", html.escape(self.footer), style=f"font-size:13px;{SOFT}")
+            + token_strip(self.pieces, tints, most=MOST_SHOWN, below=cells)
+            + tag("p", html.escape(self.legend), style=soft)
+            + folded("Places that were sampled", places)
+            + tag("p", html.escape(self.footer), style=soft)
         )
 
     def to_json(self) -> str:
@@ -367,22 +379,60 @@ class Located:
         return cls(points=tuple(points), **values)
 
 # %% ../../nbs/experiments/05_locate.ipynb #147ec84e
-def curve_html(points: Sequence[Point], length: int, width: int = 640, height: int = 90) -> str:
-    "The sampled places over the tokens of a completion: interval and mean of each."
-    unit = (width - 8) / max(1, length)
+MOST_SHOWN = 400  # tokens of a completion that are shown
+CURVE_HEIGHT = 40  # pixels below a line of tokens
+
+
+@dataclass(frozen=True)
+class CurveCell:
+    "The part of the curve below one token, as CSS."
+
+    area: str  # clip-path of what is below the curve
+    background: str  # the axis, and at a sampled place its interval
+
+    @property
+    def html(self) -> str:
+        "The part as an element."
+        area = f"display:block;height:100%;background:rgba(70,130,205,.4);clip-path:{self.area}"
+        axis = (
+            f"display:block;height:{CURVE_HEIGHT}px;margin-bottom:4px;background:{self.background}"
+        )
+        return tag("span", tag("span", style=area), style=axis)
+
+
+def axis_of(points: Sequence[Point]) -> tuple[float, float]:
+    "Bottom and top of the curve: at least 0 to 1."
     low = min(0.0, *(p.interval.low for p in points))
     high = max(1.0, *(p.interval.high for p in points))
+    return low, high
 
-    def y(value):
-        return 4 + (height - 8) * (high - value) / (high - low)
 
-    rects = []
+def bar(top: float, bottom: float, color: str, width: int) -> str:
+    "A bar at the left, between two heights in percent from the top, as a CSS background."
+    stops = f"transparent {top:.0f}%,{color} {top:.0f}% {bottom:.0f}%,transparent {bottom:.0f}%"
+    return f"linear-gradient({stops}) 0/{width}px 100% no-repeat,"
+
+
+def curve_cells(points: Sequence[Point], length: int) -> list[CurveCell]:
+    "The curve cut at the tokens, so that it breaks into lines as they do; a sampled place is the left edge of its token."
+    low, high = axis_of(points)
+
+    def depth(value: float) -> float:
+        return 100 * (high - value) / (high - low)
+
+    edges = np.interp(
+        np.arange(length + 1), [p.kept for p in points], [depth(p.mean) for p in points]
+    )
+    bars = dict[int, str]()
     for p in points:
-        x = p.kept * unit
-        top, bottom = y(p.interval.high), y(p.interval.low)
-        rects.append(("rgba(40,103,178,.35)", x + 2, top, 4.0, max(1.0, bottom - top)))
-        rects.append(("rgb(40,103,178)", x, y(p.mean) - 1.5, 8.0, 3.0))
-    return shapes(rects, width, height, "mean reward if sampled on from each place", y(low))
+        mean = bar(depth(p.mean) - 5, depth(p.mean) + 5, "rgb(70,130,205)", 7)
+        interval = bar(depth(p.interval.high), depth(p.interval.low), "rgba(70,130,205,.6)", 3)
+        bars[p.kept] = mean + interval
+    cells = []
+    for i, (left, right) in enumerate(itertools.pairwise(edges)):
+        area = f"polygon(0 {left:.0f}%,100% {right:.0f}%,100% 100%,0 100%)"
+        cells.append(CurveCell(area, bars.get(i, "") + "rgba(133,147,163,.14)"))
+    return cells
 
 # %% ../../nbs/experiments/05_locate.ipynb #1614fe38
 async def locate(

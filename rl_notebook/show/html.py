@@ -324,7 +324,11 @@ def scale_html(
 
 
 def token_strip(
-    texts: Sequence[str], tints: Sequence[str] = (), dim: Sequence[bool] = (), most: int = 120
+    texts: Sequence[str],
+    tints: Sequence[str] = (),
+    dim: Sequence[bool] = (),
+    most: int = 120,
+    below: Sequence[str] = (),  # safe HTML that stands below each token
 ) -> str:
     "Tokens one after the other, tinted; neighbours that look alike share an element."
     # a key may be cut into many tokens
@@ -344,7 +348,10 @@ def token_strip(
         colour = tints[i] if tints else ""
         style = f"background:{colour}" if colour else SOFT if dim and dim[i] else ""
         text = html.escape(texts[i].replace("·", " "))
-        if parts and style == last:
+        if below:
+            column = tag("span", text, style=style) + below[i]
+            parts.append(tag("span", column, style="display:inline-block;vertical-align:top"))
+        elif parts and style == last:
             parts[-1] = parts[-1].removesuffix("</span>") + text + ("</span>" if style else "")
         else:
             parts.append(tag("span", text, style=style) if style else text)
