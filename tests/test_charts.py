@@ -23,6 +23,7 @@ from synthetic import async_record, synthetic_record
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import RecordError
 from rl_notebook.runs.records import StepRecord
+from rl_notebook.runs.run import Run
 from rl_notebook.views.charts import (
     COLORS,
     LOOKS,
@@ -314,3 +315,13 @@ def test_an_unknown_chart_is_named():
         chart("waits", synthetic_record(1))
     with pytest.raises(RecordError, match=r"Take a step first"):
         chart("reward", Stepped())
+
+
+def test_a_run_whose_steps_were_not_kept_is_charted_from_its_metrics(tmp_path):
+    log = tmp_path / "trainer_state.json"
+    rows = [{"step": s, "loss": 0.0, "grad_norm": 0.1, "reward": s / 4, "kl": 0.0} for s in (1, 2)]
+    log.write_text(json.dumps({"log_history": rows}))
+    run = Run.open(log)
+    assert [*chart("reward", run).payload["reward"]["y"]] == [0.25, 0.5]
+    with pytest.raises(RecordError, match=r"'mismatch'; expected one of 'reward'"):
+        chart("mismatch", run)  # of tokens

@@ -25,7 +25,7 @@ import traitlets
 from ..core.types import RecordError
 from ..show.html import escape_unseen, image
 from ..runs.records import StepRecord, expect_records
-from ..runs.run import flat_settings
+from ..runs.run import Run, flat_settings, readable
 from ..core.validation import nearest
 from rl_notebook.views.payloads import (
     History,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Sheet
 
 # %% auto #0
-__all__ = ['Chart', 'chart', 'charts']
+__all__ = ['TIMELINE_STEPS', 'Chart', 'chart', 'charts']
 
 # %% ../../nbs/views/02_charts.ipynb #85989238
 COLORS = {
@@ -1063,7 +1063,7 @@ LOOKS = {
 # %% ../../nbs/views/02_charts.ipynb #d85acc15
 def chart(
     name: str,  # of `LOOKS`, for example "reward", "kl", "length", "advantages"
-    source: Any,  # a loop (the last 100 steps), records, one record; or a payload
+    source: Any,  # a loop (the last 100 steps), a run on disk, records, one record; or a payload
     tokenizer: Any = None,  # tells digits and white space in "mismatch"
 ) -> Chart:
     "One chart, over the steps or of the last of them; raises RecordError where there is none of that name."
@@ -1098,9 +1098,24 @@ def _equal(payload: Mapping[str, Any]) -> str:
     return f" Equal up to rounding: {' and '.join(sorted(within))}." if within else ""
 
 
+TIMELINE_STEPS = 10  # of a run on disk, the last ones
+
+
+def _payloads_of_run(run: Run, tokenizer: Any) -> dict[str, dict[str, Any]]:
+    "The payloads of all charts that a run on disk can have: of its metrics, and of its last step where that was recorded."
+    payloads = run_payloads(History(run.metrics()), flat_settings(run.config))
+    recorded = [] if run.is_log else [*readable(run, run.steps[-TIMELINE_STEPS:])]
+    if not recorded:
+        return payloads
+    last = step_payloads(recorded[-1], tokenizer=tokenizer)
+    return payloads | last | {"timeline": timeline_payload(recorded)}
+
+
 def _payloads_of(source: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
     "The payloads of all charts that a loop, or records, can have; none without a record."
     expect_records(source, "chart")
+    if isinstance(source, Run):
+        return _payloads_of_run(source, tokenizer)
     records: list[StepRecord] = (
         [source] if isinstance(source, StepRecord) else [*getattr(source, "records", source)]
     )
