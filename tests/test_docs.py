@@ -121,7 +121,7 @@ def test_the_settings_page_has_every_setting_with_its_meaning(site_folder: Path)
             "[a](../../nbs/core/09_losses.ipynb)",
             "[a](../../core/09_losses.ipynb)",
         ),
-        ("examples/gsm8k/README.md", "![a](curve.svg)", "![a](curve.svg)"),
+        ("examples/fireworks/README.md", "![a](curve.svg)", "![a](curve.svg)"),
         ("CONTRIBUTING.md", "[a](https://x.org/y) [b](#z)", "[a](https://x.org/y) [b](#z)"),
     ],
 )

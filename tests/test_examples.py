@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import json
 import re
 import runpy
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -29,7 +27,6 @@ from rl_notebook.core.types import Completion, SampleParams
 from rl_notebook.runs.run import Run
 from rl_notebook.loop.rollouts import RolloutSetup
 from rl_notebook.task.models import build_tokenizer, load_model
-from tiny_models import tiny_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL_RUN_OPTIONS = [
@@ -85,64 +82,6 @@ def test_a_script_trains_here(run: Callable[..., str], tmp_path: Path):
     output = run("multi_turn_message_in", "--log-path", str(tmp_path))
     assert re.search(r"held-out reward 0\.\d\d -> 0\.\d\d \(2 steps", output)
     assert Run.open(tmp_path).steps == [1, 2]
-
-
-def test_the_gsm8k_example_trains_here_and_is_measured(run: Callable[..., str], tmp_path: Path):
-    rows = str(EXAMPLES / "gsm8k" / "sample.jsonl")
-    folder = tmp_path / "run"
-    # whose own model reads no more than 512 tokens
-    tokenizer = load_model("tiny")[1]
-    model = tmp_path / "model"
-    tiny_model(vocab=len(tokenizer), context=1024).save_pretrained(model)
-    tokenizer.save_pretrained(model)
-    small = [
-        "--base-model",
-        str(model),
-        "--max-rows",
-        "34",
-        "--max-completion-tokens",
-        "12",
-        "--max-seq-len",
-        "1024",
-    ]
-    output = run("gsm8k", "--dataset", rows, "--log-path", str(folder), *small)
-    assert re.search(r"^done \(2 steps", output, re.MULTILINE)
-    with at_home("gsm8k"):
-        importlib.import_module("figures").main(folder)
-    lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-    counts = Counter((line["step"], line["set"]) for line in lines)
-    assert counts == {
-        (step, name): n for step in (0, 2) for name, n in (("held out", 2 * 8), ("shown", 10))
-    }
-    page = (folder / "figures.md").read_text()
-    assert re.search(r"^\| reward \| \d\.\d+ \(", page, re.MULTILINE)
-    assert page.count("```text") == 2 * 10
-    assert "held out" in (folder / "curve.svg").read_text()
-
-
-@pytest.mark.parametrize("example", ["gsm8k"], indirect=True)
-@pytest.mark.parametrize(
-    ("reply", "earned", "comes_to_it"),
-    [
-        ("6 * 24 = 144 rolls, and 144 - 95 = 49 are left.", 1.0, 1),
-        ("6 trays * 24 rolls = 144 rolls", 0.5, 0),  # the second is missing
-        ("6 x 24 = 144. 144 – 95 = 49. 49+1 = 50. 50+1 = 51.", 0.5, 0),  # two too many
-        ("6 * 24 = 140, and 140 - 95 = 45", 0.5, 1),  # well chosen, and wrong
-        ("6 * 24 = 144, and 95 - 24 = 71", 0.5, 0),
-        ("6 * 24 = 144. 6 * 24 = 144.", 0.5, 0),  # the same one again
-        ("6 * 24 - 95 = 144 - 95 = 49", 0.5, 1),  # in one line
-    ],
-)
-def test_calculations_of_the_reference_are_what_is_paid(
-    example: SimpleNamespace, reply: str, earned: float, comes_to_it: int
-):
-    answer = (
-        "It bakes 6*24 = <<6*24=144>>144 rolls.\nThere are 144-95 = <<144-95=49>>49 left.\n#### 49"
-    )
-    module = example.calculations
-    assert module.calculations(reply, answer) == earned
-    assert module.with_calculator(reply, answer) == comes_to_it
-    assert module.calculations(re.sub("<<.*?>>", "", answer), answer) == 1
 
 
 def odd_is_right(text: str, answer: str) -> float:
