@@ -1068,6 +1068,7 @@ def describe_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
     "The x-ray, the doctor's diagnosis and the completions of a step."
     from rl_notebook.insight.doctor.doctor import diagnose_evidence
     from rl_notebook.insight.doctor.evidence import gather
+    from rl_notebook.experiments.locate import saved_results
     from rl_notebook.insight.xray import xray
 
     if run.is_log:
@@ -1097,13 +1098,18 @@ def describe_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
         }
     }
     data |= {"options": dict(record.options), "completions": _rows(table)}
+    results = saved_results(run, record)
+    places = [
+        f"group {record.groups[r.group].index}, sample {r.sample}: {r.headline}" for r in results
+    ]
+    data["continuations"] = places
     lines = [
         repr(record),
         repr(report),
         unseen if diagnosis is None else f"doctor: {diagnosis.sentence}",
     ]
     return data, "\n".join(
-        [*lines, table.drop(columns="prompt").to_string(index=False, max_colwidth=60)]
+        [*lines, *places, table.drop(columns="prompt").to_string(index=False, max_colwidth=60)]
     )
 
 # %% ../nbs/00_cli.ipynb #e7e83de4
@@ -1121,6 +1127,17 @@ def texts_of(
     if sample.text.strip() not in completion:
         return [], f"no text of tokens: the tokenizer of {model} did not make this text"
     return [token_text(token, tokenizer) for token in sample.tokens.tolist()], ""
+
+# %% ../nbs/00_cli.ipynb #5a1f0101
+def results_of(run: Run, record: StepRecord, group: int, sample: int) -> list[Any]:
+    "Forks and curves that were saved of a completion."
+    from rl_notebook.experiments.locate import saved_results
+
+    return [
+        result
+        for result in saved_results(run, record)
+        if (record.groups[result.group].index, result.sample) == (group, sample)
+    ]
 
 # %% ../nbs/00_cli.ipynb #cf21586f
 def token_table(
@@ -1176,16 +1193,24 @@ def describe_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[
     data = {"step": step, **facts[0], "tokens": _rows(table)}
     if why_no_text:
         data["note"] = why_no_text
+    results = results_of(run, record, group, sample)
+    if results:
+        data["continuations"] = [json.loads(result.to_json()) for result in results]
     first_columns = ["position", "token", "loss_mask"]
     if "text" in table:
         table["text"] = table["text"].map(shown_text)
         first_columns.insert(2, "text")
     table = table.drop(columns=["group", "sample"])
     others = table.columns.difference(first_columns, sort=False)
-    lines = [f"{name}: {value}" for name, value in data.items() if name not in ("tokens", "note")]
+    lines = [
+        f"{name}: {value}"
+        for name, value in data.items()
+        if name not in ("tokens", "note", "continuations")
+    ]
     if why_no_text:
         lines.append(why_no_text)
     lines.append(table[[*first_columns, *others]].to_string(index=False, na_rep=""))
+    lines += [f"\n{result!r}" for result in results]
     return data, "\n".join(lines)
 
 # %% ../nbs/00_cli.ipynb #bdcd699e

@@ -72,7 +72,8 @@ const words = (at) => ["step", "group", "sample", "token"].filter((n) => at[n]).
 const asked = ({ token, id }) => `rl-notebook view RUN --show '${id}${token ? `&token=${token}` : ""}'`;
 strip.setAttribute("aria-label", "sampled tokens; arrow keys move");
 strip.setAttribute("role", "group");
-panel.append(head, strip, numbers);
+const results = make("div", "results"); // forks and curves of the completion, which the page has further up
+panel.append(head, strip, numbers, results);
 let shown = null; // the address of the completion in the panel
 
 // What the address of the page names: a step, or a completion as {id, step, group, sample}, and perhaps a token of it.
@@ -124,6 +125,8 @@ function mark(at, row, reveal) {
     const range = tokens ? ` · tokens ${tokens.first} to ${tokens.first + tokens.ids.length - 1}` : "";
     head.textContent = words({ ...at, token: undefined }) + range;
     strip.replaceChildren();
+    const sections = [...document.querySelectorAll("main > section[data-of]")].filter((one) => one.dataset.of === at.id);
+    results.replaceChildren(...sections.flatMap((one) => [...one.cloneNode(true).children].slice(1))); // without the title
     if (tokens) drawTokens(at, tokens);
   }
   const links = [...strip.querySelectorAll("a")];

@@ -10,15 +10,17 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..backends.base import Backend, Sampler
 from ..core.intervals import Interval, difference_interval, mean_interval
+from ..core.files import MAX_TEXT, read_file
 from ..core.retries import together
 from rl_notebook.core.types import (
     Completion,
@@ -26,6 +28,7 @@ from rl_notebook.core.types import (
     DataError,
     PhaseError,
     PromptGroup,
+    RecordError,
     RewardError,
     RolloutSample,
     SampleParams,
@@ -42,7 +45,7 @@ from rl_notebook.loop.rollouts import (
 )
 from ..loop.state import Loop
 from ..loop.weights import MIN_ROUNDING, PROBE_ERRORS
-from ..runs.records import StepRecord, expect
+from ..runs.records import StepRecord, expect, replace_text, utf8
 from ..runs.run import Run
 from rl_notebook.show.html import (
     SOFT,
@@ -542,6 +545,32 @@ def token_ids(token: Any, tokenizer: Any, where: str) -> list[tuple[int, ...]]:
         )
     return ids
 
+# %% ../../nbs/experiments/04_fork.ipynb #5a1f0212
+async def likeliest_tokens(
+    source: Loop | Backend,  # as `fork` takes it, and so what follows
+    record: StepRecord,
+    group: int,
+    sample: int,
+    count: int = 5,
+    reward: Any = None,
+    run: Run | None = None,
+) -> tuple[dict[int, list[tuple[int, float]]], str]:  # by target; which weights
+    "Ids and probabilities of the likeliest tokens at each sampled place of a completion; raises `ConfigError` for a sampler that has none."
+    player = resampler_of(source, record, group, sample, reward)
+    if not hasattr(player.sampler, "likeliest"):
+        raise ConfigError(
+            "alternatives",
+            where=player.where,
+            got="a sampler that does not list the likeliest tokens",
+            expected="a local backend",
+            fix="Fork at a token: its alternatives are then sampled.",
+        )
+    async with weights_of(source, record, run) as weights:
+        ids, logprobs = await player.sampler.likeliest(player.sample.tokens, count)  # type: ignore
+    targets = (np.flatnonzero(player.sample.loss_mask) - 1).tolist()
+    pairs = {t: [*zip(ids[t].tolist(), np.exp(logprobs[t]).tolist(), strict=True)] for t in targets}
+    return pairs, weights
+
 # %% ../../nbs/experiments/04_fork.ipynb #5329b641
 @dataclass(frozen=True)
 class Branch:
@@ -657,6 +686,31 @@ def interval_bar(mean: float, interval: Interval, low: float, high: float, width
     ]
     return shapes(rects, width, 14, f"{mean:.2f} {interval}")
 
+# %% ../../nbs/experiments/04_fork.ipynb #5a1f00d2
+RESULTS = "continuations.jsonl"  # in the folder of a step: one result a line
+
+
+def add_result(run: Run, step: int, text: str) -> Path:
+    "Add a result, as JSON, to those saved with a step; raises `RecordError` where the run has no folder for it."
+    folder = run.path / "steps" / f"{step:05d}"
+    path = folder / RESULTS
+    if run.reader or not folder.is_dir():
+        got = f"a run of {run.reader.origin}" if run.reader else f"no step {step}"
+        raise RecordError(
+            "cannot save the result",
+            where=str(run.path),
+            got=got,
+            expected="a folder that this package wrote, and a step in it",
+            fix="Keep the text of result.to_json() elsewhere.",
+        )
+    if not path.resolve().is_relative_to(run.path.resolve()):
+        raise RecordError(
+            "cannot save the result", where=str(path), got="a link that leaves the run folder"
+        )
+    before = read_file(path, MAX_TEXT).decode() if path.exists() else ""
+    replace_text(path, before + utf8(text) + "\n")
+    return path
+
 # %% ../../nbs/experiments/04_fork.ipynb #ff86983e
 @dataclass(frozen=True, repr=False)
 class Fork:
@@ -673,6 +727,11 @@ class Fork:
     gap: float | None  # of their logprobs to the recorded ones, nats per token; None = not known
     seconds: float
     texts: Mapping[int, str]  # of the tokens in the continuations
+
+    @property
+    def question(self) -> tuple[Any, ...]:
+        "What was asked; of results with the same question the last counts."
+        return "fork", self.group, self.sample, self.target, *(b.tokens for b in self.branches)
 
     @property
     def sampled(self) -> Branch:
@@ -777,6 +836,10 @@ class Fork:
             {"format": "rl_notebook fork 1", **json_values(asdict(self))}, ensure_ascii=False
         )
 
+    def save(self, run: Run) -> Path:
+        "Save it with the record; raises `RecordError` for a run that has no folder of this package, or not the step."
+        return add_result(run, self.step, self.to_json())
+
     @classmethod
     def from_json(cls, text: str) -> Fork:
         "What `to_json` wrote; raises `DataError` for anything else."
@@ -795,6 +858,10 @@ class Fork:
 
 # %% ../../nbs/experiments/04_fork.ipynb #f343864a
 ALTERNATIVES = 3  # likeliest other tokens that are tried
+
+
+def no_progress(count: int, total: int) -> None:
+    "What is done with the progress of a fork by default."
 
 
 def compare_branches(
@@ -859,6 +926,7 @@ async def fork(
     bounds: tuple[float, float] | None = None,  # of the reward, where it is not 0 or 1
     level: float = 0.95,  # confidence of the intervals
     seed: int = 0,
+    progress: Callable[[int, int], Any] = no_progress,  # called with continuations so far, and all
 ) -> Fork:
     """Continuations of a recorded sample from one of its tokens on, with that token and with others.
 
@@ -888,7 +956,18 @@ async def fork(
         if sampled_token not in chances and same and recorded.raw_logprobs is not None:
             chances[sampled_token] = float(recorded.raw_logprobs[at])
         tried = [(sampled_token,), *others]
-        played = await together([player.play(at, tokens, n, seed) for tokens in tried])
+        total = n * len(tried)
+        count = 0
+        progress(0, total)
+
+        async def play(tokens: tuple[int, ...]) -> tuple[list[Continuation], int]:
+            nonlocal count
+            result = await player.play(at, tokens, n, seed)
+            count += n
+            progress(count, total)
+            return result
+
+        played = await together([play(tokens) for tokens in tried])
     made = [(tokens, *result) for tokens, result in zip(tried, played, strict=True)]
     branches = compare_branches(
         made, player.group.rewards.tolist(), chances, player.tokenizer, bounds, level, player.where

@@ -12,12 +12,14 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..backends.base import Backend
 from ..core.intervals import Interval, betting
+from ..core.files import MAX_TEXT, read_file
 from ..core.retries import together
 from rl_notebook.core.types import (
     ConfigError,
@@ -28,16 +30,20 @@ from rl_notebook.core.types import (
     quoted,
 )
 from rl_notebook.experiments.fork import (
+    RESULTS,
+    Fork,
+    add_result,
     decode_each,
     interval_from,
     json_values,
     logprob_gap,
+    no_progress,
     resampler_of,
     weights_of,
     weights_text,
 )
 from ..loop.state import Loop
-from ..runs.records import StepRecord
+from ..runs.records import StepRecord, parsing
 from ..runs.run import Run
 from rl_notebook.show.html import (
     SOFT,
@@ -51,7 +57,7 @@ from rl_notebook.show.html import (
 )
 
 # %% auto #0
-__all__ = ['Point', 'Located', 'locate', 'Parting', 'parting']
+__all__ = ['KINDS', 'Point', 'Located', 'locate', 'results_file', 'saved_results', 'Parting', 'parting']
 
 # %% ../../nbs/experiments/05_locate.ipynb #d86dc3f3
 BATCH = 8  # continuations that are sampled at once
@@ -280,6 +286,11 @@ class Located:
     gap: float | None  # of their logprobs to the recorded ones, nats per token; None = not known
 
     @property
+    def question(self) -> tuple[Any, ...]:
+        "What was asked; of results with the same question the last counts."
+        return "locate", self.group, self.sample
+
+    @property
     def target(self) -> int | None:
         "The place in target coordinates, as `fork` takes it; None = no single place."
         return None if self.place is None else self.targets[self.place]
@@ -362,6 +373,10 @@ class Located:
         return json.dumps(
             {"format": "rl_notebook locate 1", **json_values(asdict(self))}, ensure_ascii=False
         )
+
+    def save(self, run: Run) -> Path:
+        "Save it with the record; raises `RecordError` for a run that has no folder of this package, or not the step."
+        return add_result(run, self.step, self.to_json())
 
     @classmethod
     def from_json(cls, text: str) -> Located:
@@ -448,6 +463,9 @@ async def locate(
     bounds: tuple[float, float] = (0.0, 1.0),  # of the reward
     level: float = 0.95,  # confidence
     seed: int = 0,
+    progress: Callable[
+        [int, int], Any
+    ] = no_progress,  # called with continuations so far, and `budget`
 ) -> Located:
     """The token of a recorded sample at which the probability of success falls, or for a success rises, by half of its whole change.
 
@@ -472,6 +490,7 @@ async def locate(
         batch_seed = int(np.random.SeedSequence([seed, batch]).generate_state(1)[0])
         made, tokens = await player.play(positions[kept], (), BATCH, batch_seed)
         sampled_tokens += tokens
+        progress(search.used, budget)
         return np.array([np.nan if c.reward is None else c.reward for c in made])
 
     start = time.perf_counter()
@@ -517,6 +536,35 @@ async def locate(
         weights,
         gap,
     )
+
+# %% ../../nbs/experiments/05_locate.ipynb #5a1f00e2
+KINDS = {"rl_notebook fork 1": Fork, "rl_notebook locate 1": Located}
+
+
+def results_file(run: Run, step: int) -> Path | None:
+    "The file of results that were saved with a step; None = there are none."
+    path = run.path / "steps" / f"{step:05d}" / RESULTS
+    return path if not run.reader and path.exists() else None
+
+
+def saved_results(run: Run, record: StepRecord) -> list[Fork | Located]:
+    "Forks and curves that were saved with a record; raises `RecordError` for a file that cannot be read."
+    path = results_file(run, record.step)
+    if path is None:
+        return []
+    results = dict[tuple[Any, ...], Fork | Located]()
+    with parsing(path, "lines of Fork.to_json and Located.to_json"):
+        for line in filter(None, read_file(path, MAX_TEXT).decode().split("\n")):
+            kind = KINDS[json.loads(line)["format"]]
+            result = kind.from_json(line)
+            result._repr_html_()  # what cannot be shown is damaged, too
+            if result.step != record.step or not 0 <= result.group < len(record.groups):
+                raise ValueError(f"a result of step {result.step}, group {result.group}")
+            if not 0 <= result.sample < len(record.groups[result.group].samples):
+                raise ValueError(f"a result of sample {result.sample}")
+            results.pop(result.question, None)
+            results[result.question] = result
+    return list(results.values())
 
 # %% ../../nbs/experiments/05_locate.ipynb #79ff0a2e
 @dataclass(frozen=True, repr=False)

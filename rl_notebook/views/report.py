@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..experiments.fork import Fork
+from ..experiments.locate import Located, results_file, saved_results
 from ..core.types import ConfigError, RecordError, check_replaceable
 from ..show.html import html_table, number, rewards_html, tag, token_texts
 from ..runs.records import StepRecord, expect_records, read_table, replace_text, utf8
@@ -93,6 +95,8 @@ class Material:
     more: tuple[StepRecord, ...] = ()  # further steps, of which only the named groups are shown
     tokenizer: Any = None  # for the texts of tokens; None = their ids
     held_out: HeldOut | None = None  # completions of held-out rows
+    # forks and curves by the address of their completion
+    results: Mapping[str, Sequence[Fork | Located]] = field(default_factory=dict)
 
 
 def title_of(m: Material) -> str:
@@ -217,6 +221,32 @@ def _named(
         groups.setdefault(int(numbers[1]), set()).add(int(numbers[2]))
     return groups
 
+# %% ../../nbs/views/07_report.ipynb #5a1f00f2
+SHOWN_RESULTS = 40  # forks and curves on a page, those of the last steps
+
+
+def place_results(
+    run: Run, steps: Sequence[int], read: dict[int, StepRecord], notes: list[str]
+) -> dict[str, list[Fork | Located]]:
+    "Saved forks and curves by the address of their completion; reads the records that are missing, and notes what is damaged."
+    placed: dict[str, list[Fork | Located]] = {}
+    count = 0
+    for step in (s for s in reversed(steps) if results_file(run, s)):
+        try:
+            record = read.get(step) or run.record(step)
+            results = saved_results(run, record)[-(SHOWN_RESULTS - count) :]
+        except RecordError as error:
+            notes.append(str(error))
+            continue
+        read[step] = record
+        for result in results:
+            at = address(step, record.groups[result.group].index, result.sample)
+            placed.setdefault(at, []).append(result)
+        count += len(results)
+        if count >= SHOWN_RESULTS:
+            break
+    return placed
+
 # %% ../../nbs/views/07_report.ipynb #78d3bce2
 def material(
     source: Run | Iterable[StepRecord], known: Known | None = None, show: Iterable[str] = ()
@@ -239,6 +269,10 @@ def material(
     trends = watch_run(known.watched[step] for step in steps[-LAST_STEPS_READ:])
     named = _named(trends, show, steps)
     read |= {step: source.record(step) for step in named.keys() & set(steps) - read.keys()}
+    results = place_results(source, steps, read, notes)
+    for at in results:
+        _, step, group, _ = re.split(r"\D+", at)
+        named.setdefault(int(step), set()).add(int(group))
     tables = read_tables(source, known.tables)
     known.spreads |= {
         step: spread_of(table) for step, table in tables.items() if step not in known.spreads
@@ -253,7 +287,7 @@ def material(
     except RecordError as error:
         notes.append(str(error))
     more = {"tables": tables, "about": source.about, "notes": tuple(notes), "trends": trends}
-    more["held_out"] = held_out
+    more |= {"held_out": held_out, "results": results}
     return Material(name, settings, metrics, **more, **_shown_records(read, steps, named))
 
 # %% ../../nbs/views/07_report.ipynb #77ed8927
@@ -589,6 +623,17 @@ def _completions_html(m: Material) -> tuple[str, dict[str, Any], dict[str, Any]]
     )
     return top + place, {"columns": [*READ_COLUMNS], "steps": steps}, tokens
 
+# %% ../../nbs/views/07_report.ipynb #5a1f00f3
+def _results_html(m: Material) -> str:
+    "Forks and curves as they show themselves, under a link to their completion; the script repeats them next to its tokens."
+    cards = []
+    for at, results in m.results.items():
+        _, step, group, sample = re.split(r"\D+", at)
+        title = tag("h3", linked(f"step {step}, group {group}, sample {sample}"))
+        shown = "".join(result._repr_html_() for result in results)
+        cards.append(tag("section", title, shown, kind="card drawn", **{"data-of": at}))
+    return tag("h2", "Where completions were lost") + "".join(cards) if cards else ""
+
 # %% ../../nbs/views/07_report.ipynb #271aa889
 def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
     "The body of the page, and what it carries: figures by place, completions by step, tokens by address."
@@ -619,6 +664,7 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
         shown = m.held_out._repr_html_()
         parts += [tag("h2", "Held-out rows"), tag("p", note, kind="soft")]
         parts.append(tag("div", shown, kind="card scroll drawn"))
+    parts.append(_results_html(m))
     place, completions, tokens = _completions_html(m)
     parts += [place, _settings_html(m.settings)]
     figures = {f"f{i}": c.figure for i, c in enumerate([*over_steps, *last_step])}

@@ -717,3 +717,19 @@ def echo(engine: Engine, sequences: Sequence[Sequence[int] | np.ndarray]) -> lis
     dtype = str(engine.causal.dtype).removeprefix("torch.")
     provenance = {"source": "sampler", "policy_version": engine.policy_version, "dtype": dtype}
     return [Logprobs(values, **provenance) for values in results]  # type: ignore[arg-type]
+
+# %% ../../../nbs/backends/local/05_engine.ipynb #5a1f0202
+def likeliest(
+    engine: Engine, tokens: Sequence[int] | np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:  # (N-1, count) ids, and their logprobs
+    "The likeliest tokens at each place of a sequence with their raw logprobs, target coordinates; raises `BackendError`."
+    check_tokens(tokens, engine.causal.vocab_size, "tokens", engine.max_seq_len, least=2)
+    parts = []
+    with torch.inference_mode():
+        ids = padded([tokens], engine.causal.device)
+        features = engine.causal.features(ids[:, :-1]).flatten(0, 1)
+        for rows in features.split(256):
+            best = engine.causal.logits(rows).log_softmax(-1).topk(count)
+            parts.append((best.indices.cpu().numpy(), best.values.double().cpu().numpy()))
+    indices, values = zip(*parts, strict=True)
+    return np.concatenate(indices), np.concatenate(values)

@@ -26,7 +26,14 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from ..base import Backend, Capabilities, GradNormalization, LossFn
-from .engine import Engine, Request, check_request, check_tokens, echo
+from rl_notebook.backends.local.engine import (
+    Engine,
+    Request,
+    check_request,
+    check_tokens,
+    echo,
+    likeliest,
+)
 from rl_notebook.backends.local.loading import (
     check_adapter,
     check_bits,
@@ -829,6 +836,12 @@ class LocalSampler:
             tokens, self.engine.causal.vocab_size, "tokens", self.engine.max_seq_len, least=2
         )
         return await self.post(np.asarray(tokens))
+
+    async def likeliest(
+        self, tokens: Sequence[int] | np.ndarray, count: int = 5
+    ) -> tuple[np.ndarray, np.ndarray]:  # (N-1, count) ids, and their logprobs
+        "The likeliest tokens at each place with their raw logprobs, target coordinates, from the weights of the last sync."
+        return await self.post(partial(likeliest, self.engine, tokens, count))
 
     async def post(self, item: Any) -> Any:
         "Put an item into the inbox and wait for its result."
