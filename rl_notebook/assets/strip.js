@@ -35,9 +35,21 @@ export function strip(state, id) {
     span.dataset.token = j;
     return word(p.texts[j], span);
   };
+  // A token over its part of the curve of `locate`.
+  const withCurve = (span, cell) => {
+    if (!cell) return span;
+    const column = make("span", "rlt-column");
+    const axis = make("span", "rlt-axis");
+    const area = make("span", "rlt-area");
+    [area.style.clipPath, axis.style.background] = cell;
+    axis.append(area);
+    column.append(span, axis);
+    return column;
+  };
   const build = () => {
     const p = state.payload;
     const special = new Set(p.special);
+    const cells = state.curve?.cells ?? {};
     const page = document.createDocumentFragment();
     let line = null;
     spans = [];
@@ -54,7 +66,7 @@ export function strip(state, id) {
         }
         if (j === start && role !== "p") line.append(make("span", "rlt-region", `${ROLES[role]} ${end - j}`));
         spans[j] = token(p, j, special);
-        line.append(spans[j]);
+        line.append(withCurve(spans[j], cells[j - 1]));
         if (p.texts[j].endsWith("⏎")) line = null;
       }
     });
@@ -131,9 +143,15 @@ export function strip(state, id) {
     state.select(clamp(to ?? nextLine(here, line), 0, state.targets - 1));
   });
 
+  let hasCurve = false;
+  const buildCurve = () => {
+    if (state.curve || hasCurve) build();
+    hasCurve = Boolean(state.curve);
+  };
   state.on(build, "payload");
+  state.on(buildCurve, "forks");
   state.on(paintTokens, "series", "theme");
-  state.on(drawSelected, "payload", "target");
+  state.on(drawSelected, "payload", "target", "forks");
   state.on(() => mark("rlt-hover", state.hovered, state.from === "chart"), "hover");
   return node;
 }

@@ -4,6 +4,7 @@ import { library } from "./chart.js";
 import { coordinates } from "./coordinates.js";
 import { fill, labelled, make, word } from "./elements.js";
 import { overview } from "./overview.js";
+import { forking } from "./fork.js";
 import { ROLES, form, known, paint, palette, tint } from "./scale.js";
 import { strip } from "./strip.js";
 import { makeTable } from "./table.js";
@@ -24,6 +25,10 @@ function makeState(model) {
     get selected() {
       const t = model.get("target");
       return t >= 0 && t < this.targets ? t : null;
+    },
+    get curve() {
+      const { item, curve } = model.get("forks");
+      return item === this.payload.item ? curve : null;
     },
     get current() {
       return this.hovered ?? this.selected;
@@ -196,7 +201,7 @@ function render({ model, el, signal }) {
   wait.setAttribute("role", "status");
   const below = make("div", "rlt-below");
   below.append(coordinates(state), worst(state));
-  root.append(overview(state, stops), head(state), wait, strip(state, `rlt${count++}`), readout(state), along(state, stops), below);
+  root.append(overview(state, stops), head(state), wait, strip(state, `rlt${count++}`), readout(state), forking(state), along(state, stops), below);
   el.append(root);
 
   // Keys that the inspector uses itself are not commands of the notebook, as long as the focus is in here.
@@ -230,10 +235,10 @@ function render({ model, el, signal }) {
     if (name in affected) waiting();
     state.tell(...(affected[name] ?? [name]));
   };
-  const events = ["payload", "item", "items", "overview", "series", "target", "shift"].map((name) => [`change:${name}`, changed(name)]);
+  const events = ["payload", "item", "items", "overview", "series", "target", "shift", "forks", "alternatives", "asking"].map((name) => [`change:${name}`, changed(name)]);
   for (const [name, run] of events) model.on(name, run);
   theme();
-  state.tell("items", "payload", "overview");
+  state.tell("items", "payload", "overview", "forks", "asking");
   root.dataset.ready = "true";
   library(model).then((Plotly) => {
     if (signal?.aborted) return;

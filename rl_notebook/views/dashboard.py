@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import anywidget
 import ipywidgets
@@ -477,6 +478,9 @@ class Screen:
         self.head, self.trouble, self.now, self.words = (ipywidgets.HTML() for _ in range(4))
         self.value = ipywidgets.HTML()  # what the last phase has returned
         self.inspector = box_of([], "rld-inspector")
+        self.loop = d.loop
+        # forks and curves, which the inspector shows, also of steps that have no folder
+        self.results: WeakKeyDictionary[StepRecord, list[Any]] = WeakKeyDictionary()
         # the completion that is shown: record, group, sample
         self.opened: tuple[StepRecord, int, int] | None = None
         self.speed.observe(lambda change: call(slow_down, d, change["new"]), "value")
@@ -513,7 +517,11 @@ class Screen:
         shown: list[ipywidgets.DOMWidget] = []
         if wanted and self.opened is not None:
             record, group, sample = self.opened
-            shown = [inspect_tokens(record, tokenizer, group=group, sample=sample)]
+            results = self.results.setdefault(record, [])
+            inspector = inspect_tokens(
+                record, tokenizer, group=group, sample=sample, backend=self.loop, results=results
+            )
+            shown = [inspector]
         self.inspector.children = shown
         self.pane.inspecting = bool(shown)
 

@@ -5,9 +5,12 @@
 # %% ../../nbs/views/03_tokens.ipynb #16b4dfa0
 from __future__ import annotations
 
+import asyncio
 import html
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -17,12 +20,27 @@ import numpy as np
 import traitlets
 from IPython.display import HTML, display, update_display
 
-from ..core.types import Datum, DatumError
+from ..backends.base import Backend
+from ..core.types import Datum, DatumError, RLNotebookError
+from ..experiments.fork import Fork, fork, likeliest_tokens, resampler_of
+from ..experiments.locate import Located, curve_cells, locate, saved_results
 from ..insight.doctor.doctor import CONCLUSIVE_SCORE, Diagnosis, rank_causes
 from ..insight.doctor.evidence import Evidence, token_tolerance
 from ..core.gaps import ROUNDING
-from ..show.html import HUES, SOFT, folded, number, table, tag, tint, token_strip
+from rl_notebook.show.html import (
+    HUES,
+    SOFT,
+    folded,
+    number,
+    table,
+    tag,
+    tint,
+    token_strip,
+    token_texts,
+)
+from ..loop.state import Loop
 from ..runs.records import StepRecord, version_at_start
+from ..runs.run import Run, RunFolder
 from rl_notebook.views.charts import (
     AXIS,
     COLORS,
@@ -567,6 +585,118 @@ def place_of(rows: Sequence[TokenRow], group: int, sample: int, target: int | No
         )
     return item
 
+# %% ../../nbs/views/03_tokens.ipynb #5a1f0302
+NEEDED = (
+    "To fork a completion and to see where it was lost, pass backend=loop, or backend= and reward=: "
+    "a backend with the weights of the run, from a folder or an endpoint."
+)
+
+
+def run_of(source: Any) -> Run | None:
+    "The run folder that a loop writes to; None where there is none."
+    owners = [getattr(output, "__self__", None) for output in getattr(source, "outputs", ())]
+    return next((owner for owner in owners if isinstance(owner, RunFolder)), None)
+
+
+class Policy:
+    "Who continues the completions of a record, how they are scored, and the forks and curves so far."
+
+    def __init__(
+        self,
+        record: StepRecord | None,  # None = datums alone
+        backend: Loop | Backend | None = None,
+        reward: Any = None,  # None = the loop's
+        run: Run | None = None,  # None = the folder that the loop writes to
+        results: list[Fork | Located] | None = None,  # those that are known; a list that grows
+    ):
+        self.record = record
+        self.backend = backend
+        self.reward = reward
+        self.run = run_of(backend) if run is None else run
+        self.results = [] if results is None else results
+        self.note = ""  # what could not be read or saved
+        if record is not None and self.run is not None:
+            try:
+                known = saved_results(self.run, record)
+            except RLNotebookError as error:
+                self.note = str(error)
+            else:
+                self.results[:] = [*known, *(r for r in self.results if r not in known)]
+
+    def place(self, row: TokenRow) -> tuple[int, int]:
+        "Positions of group and sample in the record."
+        groups = () if self.record is None else self.record.groups
+        return next(i for i, g in enumerate(groups) if g.index == row.group), row.sample
+
+    def of(self, row: TokenRow) -> list[Fork | Located]:
+        "The results of a sample, of each question the last."
+        with suppress(StopIteration):
+            place = self.place(row)
+            return [*{r.question: r for r in self.results if (r.group, r.sample) == place}.values()]
+        return []
+
+    def refusal(self, row: TokenRow) -> str:
+        "Why a sample cannot be asked about, in a sentence; empty when it can."
+        if self.record is None or self.backend is None:
+            return NEEDED
+        try:
+            resampler_of(self.backend, self.record, *self.place(row), self.reward)
+        except StopIteration:
+            return "This sequence belongs to no sample of the record."
+        except RLNotebookError as error:
+            return str(error)
+        return ""
+
+    def keep(self, result: Fork | Located) -> None:
+        "Take a result, and save it with the record where its run has a folder here."
+        self.results.append(result)
+        self.note = ""
+        if self.run is None or self.run.reader or result.step not in self.run.steps:
+            return
+        try:
+            result.save(self.run)
+        except RLNotebookError as error:
+            self.note = str(error)
+
+# %% ../../nbs/views/03_tokens.ipynb #5a1f0304
+def fork_payload(result: Fork) -> dict[str, Any]:
+    "A fork as the browser shows it."
+    texts = [repr(result).split("\n\n", 1)[1].rsplit("\n\n", 1)[0]]
+    return {
+        "target": result.target,
+        "headline": result.headline,
+        "head": ["token", "p", "mean", "interval", "difference", "tokens"],
+        "rows": result.rows(),
+        "more": texts[0],
+        "footer": f"{result.footer}; {result.seconds:.1f} s",
+    }
+
+
+def curve_payload(result: Located) -> dict[str, Any]:
+    "A curve as the browser shows it: its part below each token, by target."
+    cells = curve_cells(result.points, len(result.pieces))
+    return {
+        "cells": {t: [c.area, c.background] for t, c in zip(result.targets, cells, strict=True)},
+        "target": result.target,
+        "headline": result.headline,
+        "footer": f"{result.legend} {result.footer}; {result.seconds:.1f} s",
+    }
+
+
+def forks_payload(policy: Policy, item: int, row: TokenRow | None) -> dict[str, Any]:
+    "What is known of the forks of a sample, and why no more can be asked."
+    if row is None:
+        return {"item": item, "refusal": "", "forks": [], "curve": None, "note": ""}
+    results = policy.of(row)
+    curves = [curve_payload(r) for r in results if isinstance(r, Located)]
+    return {
+        "item": item,
+        "refusal": policy.refusal(row),
+        "forks": [fork_payload(r) for r in results if isinstance(r, Fork)],
+        "curve": curves[-1] if curves else None,
+        "note": policy.note,
+    }
+
 # %% ../../nbs/views/03_tokens.ipynb #a5c09f05
 def overview_json(overview: Mapping[str, Any] | None, widget: Any) -> dict[str, Any] | None:
     "What the browser gets of an overview: how many points there are; the points themselves are in the charts."
@@ -574,6 +704,13 @@ def overview_json(overview: Mapping[str, Any] | None, widget: Any) -> dict[str, 
         return None
     numbers = {name: value for name, value in overview.items() if name != "points"}
     return {**numbers, "shown": len(overview["points"]["x"])}
+
+
+TICK = 0.5  # seconds between two looks at the progress of a question
+
+
+def no_report() -> None:
+    "What shows the progress where there is none."
 
 
 class TokenInspector(anywidget.AnyWidget):
@@ -593,6 +730,10 @@ class TokenInspector(anywidget.AnyWidget):
         sync=True
     )  # name of the series that colours, "" = the payload's choice
     shift = traitlets.Int(0).tag(sync=True)  # by which the sampler's row is slid
+    forks = traitlets.Dict().tag(sync=True)  # of `forks_payload`
+    # by target: text, id and probability of the likeliest tokens; `weights` says of which
+    alternatives = traitlets.Dict().tag(sync=True)
+    asking = traitlets.Dict().tag(sync=True)  # the question in progress: text, share; else empty
 
     def __init__(
         self,
@@ -603,8 +744,12 @@ class TokenInspector(anywidget.AnyWidget):
         | None = None,  # of `overview_payload`; None = nothing to compare
         message: str = "There are no tokens to show.",  # shown when there are no rows
         series: str = "",  # name of the series that colours
+        policy: Policy | None = None,  # that forks are asked of; None = nothing to ask
     ):
         self.rows = list(rows)
+        self.policy = Policy(None) if policy is None else policy
+        self.task: asyncio.Task[Any] | None = None  # the question in progress
+        self.report: Callable[[], None] = no_report  # shows how far it is
         self.tokenizer = tokenizer
         self.message = message
         self.floor: float = overview["floor"] if overview else NOISE
@@ -619,8 +764,14 @@ class TokenInspector(anywidget.AnyWidget):
             item=item,
             series=series,
             target=first_target(payload, series),
+            forks=forks_payload(self.policy, item, self.row_of(item)),
         )
+        self.on_msg(lambda _, message, buffers: self.on_question(message))
         deliver_to_main(self)
+
+    def row_of(self, item: int) -> TokenRow | None:
+        "One of the rows; None where there is none."
+        return self.rows[item] if 0 <= item < len(self.rows) else None
 
     def _payload(self, item: int) -> dict[str, Any]:
         "The payload of one of the rows, or a message where there is no such row."
@@ -632,6 +783,8 @@ class TokenInspector(anywidget.AnyWidget):
     def _fetch(self, change: Any) -> None:
         "Another sample was chosen, here or in the browser."
         self.payload = self._payload(change["new"])
+        self.alternatives = {}
+        self.forks = forks_payload(self.policy, change["new"], self.row_of(change["new"]))
         if self.target < 0:
             self.target = first_target(self.payload, self.series)
 
@@ -652,7 +805,141 @@ class TokenInspector(anywidget.AnyWidget):
 
     def static_html(self) -> str:
         "What is shown now, as a still picture."
-        return tokens_html(self.payload, self.overview, self.series or None)
+        row = self.row_of(self.item)
+        results = [] if row is None else self.policy.of(row)
+        still = tokens_html(self.payload, self.overview, self.series or None)
+        return still + "".join(result._repr_html_() for result in results)
+
+    def on_question(self, message: Mapping[str, Any]) -> None:
+        "A message of the browser: list alternatives, fork at a token, locate, stop."
+        match message:
+            case {"stop": True}:
+                self.stop()
+            case _ if self.task is not None:
+                pass  # the click was on its way when the button was disabled
+            case {"alternatives": True}:
+                self.begin(self.list_alternatives())
+            case {"fork": int(target), "token": int() | None as token}:
+                self.begin(self.fork(target, token))
+            case {"locate": int(budget)}:
+                self.begin(self.locate(budget))
+
+    def begin(self, question: Coroutine[Any, Any, Any]) -> None:
+        "Ask in a task of its own, so that it can be stopped."
+
+        async def tick() -> None:
+            while True:
+                await asyncio.sleep(TICK)
+                self.report()
+
+        async def ask() -> None:
+            ticking = asyncio.create_task(tick())
+            try:
+                await question
+            except Exception as error:  # any at all is shown: a reward may raise anything
+                self.forks = {**self.forks, "note": str(error) or type(error).__name__}
+            finally:
+                ticking.cancel()
+                self.report = no_report
+                self.task = None
+                self.asking = {}
+
+        self.asking = {"text": "…", "share": 0.0}
+        self.task = asyncio.get_running_loop().create_task(ask())
+
+    def close(self) -> None:
+        "Stop what is in progress, and close the widget."
+        self.stop()
+        super().close()
+
+    def stop(self) -> None:
+        "End the question in progress; the loop has its weights back before anything else."
+        if self.task is not None:
+            self.task.cancel()
+
+    def reporter(self, what: str, backend: Loop | Backend) -> Callable[[int, int], None]:
+        "What takes the progress of a question; it is shown with the tokens and seconds so far."
+        meter = backend.backend.meter if isinstance(backend, Loop) else backend.meter
+        tokens = meter.tokens_sampled
+        start = time.monotonic()
+
+        def progress(count: int, total: int) -> None:
+            def report() -> None:
+                cost = f"{meter.tokens_sampled - tokens} tokens, {time.monotonic() - start:.0f} s"
+                text = f"{what}: {count} of at most {total} continuations, {cost}"
+                self.asking = {"text": text, "share": count / total}
+
+            self.report = report
+            report()
+
+        return progress
+
+    def question(self) -> tuple[int, TokenRow, Loop | Backend, StepRecord]:
+        "Item, row, backend and record of a question; raises `DatumError` where nothing can be asked."
+        item = self.item
+        row = self.row_of(item)
+        policy = self.policy
+        why = NEEDED if row is None else policy.refusal(row)
+        if why or row is None or policy.backend is None or policy.record is None:
+            raise DatumError("fork", where=self.payload.get("where", ""), got="", expected=why)
+        return item, row, policy.backend, policy.record
+
+    async def list_alternatives(self, count: int = 5) -> None:
+        "Show the likeliest tokens at each place of the sample, by one pass of the policy."
+        item, row, backend, record = self.question()
+        policy = self.policy
+        group, sample = policy.place(row)
+        places, weights = await likeliest_tokens(
+            backend, record, group, sample, count, policy.reward, policy.run
+        )
+        ids = sorted({i for pairs in places.values() for i, _ in pairs})
+        texts = dict(zip(ids, token_texts(np.array(ids), self.tokenizer)[0], strict=True))
+        by_target = {t: [[texts[i], i, p] for i, p in pairs] for t, pairs in places.items()}
+        self.alternatives = {"item": item, "weights": weights, "by_target": by_target}
+
+    async def fork(self, target: int, token: Any = None, n: int = 16) -> Fork:
+        "Fork the sample that is shown at a token, and show and save the result; raises what `fork` raises."
+        item, row, backend, record = self.question()
+        policy = self.policy
+        group, sample = policy.place(row)
+        result = await fork(
+            backend,
+            record,
+            group,
+            sample,
+            target,
+            token,
+            n,
+            reward=policy.reward,
+            run=policy.run,
+            progress=self.reporter("fork", backend),
+        )
+        self.show_result(item, row, result)
+        return result
+
+    async def locate(self, budget: int = 300) -> Located:
+        "Find where the sample that is shown was lost, and show and save the result; raises what `locate` raises."
+        item, row, backend, record = self.question()
+        policy = self.policy
+        group, sample = policy.place(row)
+        result = await locate(
+            backend,
+            record,
+            group,
+            sample,
+            budget,
+            reward=policy.reward,
+            run=policy.run,
+            progress=self.reporter("locate", backend),
+        )
+        self.show_result(item, row, result)
+        return result
+
+    def show_result(self, item: int, row: TokenRow, result: Fork | Located) -> None:
+        "Keep a result, and show it where its sample is still shown."
+        self.policy.keep(result)
+        if self.item == item:
+            self.forks = forks_payload(self.policy, item, row)
 
     def summary(self) -> HTML:
         "The verdict of all samples and trainer against sampler, without the tokens."
@@ -685,15 +972,29 @@ def inspect_tokens(
     series: str = "",  # name of the series that colours; "" = chosen by what there is
     diagnosis: Diagnosis
     | None = None,  # of `diagnose`, for the verdict; None = what the record alone says
+    backend: Loop
+    | Backend
+    | None = None,  # that forks are asked of; a backend with the run's weights needs `reward`
+    reward: Any = None,  # None = the loop's
+    run: Run
+    | None = None,  # whose saved forks are shown, and that new ones are saved with; None = the loop's
+    results: list[Fork | Located] | None = None,  # further ones; a list that new ones are added to
 ) -> TokenInspector:
-    "Look at the tokens of a step; raises DatumError or AlignmentError where sample or series do not fit."
+    """Look at the tokens of a step, and ask the policy about them where there is a `backend`: point at a token for its likeliest alternatives,
+    click it to fork there, or ask where the completion was lost.
+
+    Raises DatumError or AlignmentError where sample or series do not fit."""
     rows = token_rows(source, policy_logprobs=policy_logprobs, extra=extra)
     reason = source.reason if isinstance(source, StepRecord) else ""
     message = "There is no sample in this step" + (f": {reason}." if reason else ".")
     if series and rows and series not in (names := {n for r in rows for n in all_series(r)}):
         raise DatumError("series", got=repr(series), expected=" or ".join(map(repr, sorted(names))))
     overview = overview_payload(source, rows, policy_logprobs=policy_logprobs, diagnosis=diagnosis)
-    inspector = TokenInspector(rows, tokenizer, overview=overview, message=message, series=series)
+    record = source if isinstance(source, StepRecord) else None
+    policy = Policy(record, backend, reward, run, results)
+    inspector = TokenInspector(
+        rows, tokenizer, overview=overview, message=message, series=series, policy=policy
+    )
     if group is not None:
         inspector.select(group, sample, target)
     return inspector
