@@ -429,6 +429,25 @@ def test_probes_and_conformance_of_a_right_service(service):
     run(test())
 
 
+def test_the_likeliest_tokens_are_those_of_the_model(service):
+    plain = SampleParams(n=2, max_tokens=5, seed=3, top_logprobs=4)
+
+    async def test():
+        async with await open_toy_backend(service, probing=True) as backend:
+            for params in (plain, replace(plain, temperature=0.5)):
+                for c in await backend.sampler.sample(PROMPT, params):
+                    top = c.top_logprobs
+                    assert top.distribution == ("sampling" if params is plain else "raw")
+                    assert [len(pairs) for pairs in top] == [4] * len(c.tokens)
+                    for i, pairs in enumerate(top):
+                        for token, logprob in pairs:
+                            text = [*PROMPT, *c.tokens[:i].tolist(), token]
+                            scored = (await backend.sampler.logprobs(text)).values[-1]
+                            assert abs(scored - logprob) < 1e-4
+
+    run(test())
+
+
 def test_a_service_that_loads_only_into_fresh_models_gets_one(model, monkeypatch):
     "As SkyRL 0.4, whose models take a state before anything else or not at all."
     from rl_notebook.emulator import trainer as its

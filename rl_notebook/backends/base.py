@@ -219,6 +219,8 @@ class Capabilities:
     top_k: bool = True  # likewise
     min_p: bool = True  # likewise
     repetition_penalty: bool = True  # likewise
+    # most likely tokens of a place that it reports with their logprobs; 0 = it reports none
+    top_logprobs: int = 0
     seed: bool = True  # same seed, same tokens
     # `policy_loss`es that the service computes (`BuiltinTrainer`)
     builtin_losses: tuple[str, ...] = ()
@@ -244,6 +246,16 @@ def check_known(params: SampleParams, where: str, known: Collection[str] = ()) -
     if params.grammar:
         raise ConfigError(
             "grammar", where=where, got=quoted(params.grammar), expected="none: only local ones do"
+        )
+
+
+def check_top(params: SampleParams, where: str, most: int) -> None:
+    "Raise `BackendError` where more of the likeliest tokens are asked for than a sampler reports."
+    if params.top_logprobs > most:
+        fix = "Ask for fewer, or sample with the local engine or vLLM."
+        got = params.top_logprobs
+        raise BackendError(
+            "top_logprobs", where=where, got=got, expected=f"{most} at most", fix=fix
         )
 
 # %% ../../nbs/backends/02_base.ipynb #cb36d019

@@ -444,7 +444,8 @@ class Config(  # fields are collected from the last base to the first
             params |= {"max_tokens": params.pop("max_completion_tokens")}
         if "stop" in params:
             params |= {"stop": tuple(params["stop"])}
-        return replace(self.sample_params(n=self.eval_samples, seed=self.seed), **params)
+        sampling = self.sample_params(n=self.eval_samples, seed=self.seed)
+        return replace(sampling, top_logprobs=0, **params)
 
     def effective(self) -> SettingsTable:
         "The settings that differ from the defaults."

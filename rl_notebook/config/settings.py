@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field, WrapValidator
 
 from rl_notebook.core.types import (
+    MAX_TOP_LOGPROBS,
     MIN_TEMPERATURE,
     NEUTRAL_SAMPLING,
     AdamParams,
@@ -144,6 +145,8 @@ class SamplingSettings:
     # divides positive logits of tokens in the text and multiplies negative ones; 1 = none
     repetition_penalty: Positive = 1.0
     stop: AnyTexts = ()  # strings that end a completion, as the end-of-text token does
+    # likeliest tokens that are recorded at each sampled token, at 8 bytes each; 0 = none
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     max_concurrent: Count = 32  # largest number of completions in flight
     # steps of the loop between weight syncs; 0 = the first weights are kept
     weight_sync_interval: AtSync[Whole] = 1
@@ -156,7 +159,10 @@ class SamplingSettings:
             n=self.completions_per_prompt if n is None else n,
             max_tokens=self.max_completion_tokens,
             seed=seed,
-            **{name: getattr(self, name) for name in ("temperature", "stop", *NEUTRAL_SAMPLING)},
+            **{
+                name: getattr(self, name)
+                for name in ("temperature", "stop", "top_logprobs", *NEUTRAL_SAMPLING)
+            },
         )
 
 # %% ../../nbs/config/00_settings.ipynb #44477146

@@ -125,7 +125,14 @@ def datum_from_sample(
     each = np.asarray(advantage, np.float64)
     pushed = per_target(sample, each)[:kept] if each.ndim else float(each)
     routing = None if sample.routing is None else sample.routing[:kept]
-    return replace(datum, sampler_logprobs=series[:kept], advantage=pushed, routing=routing)
+    top = None if sample.top_logprobs is None else sample.top_logprobs.part(1, kept + 1)
+    return replace(
+        datum,
+        sampler_logprobs=series[:kept],
+        advantage=pushed,
+        routing=routing,
+        top_logprobs=top,
+    )
 
 # %% ../../nbs/core/10_datums.ipynb #71389018
 def per_target(sample: RolloutSample, turns: np.ndarray) -> np.ndarray:

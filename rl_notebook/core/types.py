@@ -23,8 +23,8 @@ import numpy as np
 # %% auto #0
 __all__ = ['RLNotebookError', 'AlignmentError', 'DatumError', 'LossError', 'ConfigError', 'DataError', 'RewardError',
            'BackendError', 'DivergedError', 'PhaseError', 'RecordError', 'MissingExtra', 'is_out_of_memory',
-           'naming_memory', 'needs', 'SampleParams', 'Logprobs', 'Completion', 'RolloutSample', 'RolloutRun',
-           'PromptGroup', 'Datum', 'TensorData', 'AdamParams', 'LossOutput']
+           'naming_memory', 'needs', 'SampleParams', 'Logprobs', 'TopLogprobs', 'Completion', 'RolloutSample',
+           'RolloutRun', 'PromptGroup', 'Datum', 'TensorData', 'AdamParams', 'LossOutput']
 
 # %% ../../nbs/core/00_types.ipynb #f51b9f4b
 _PREFIXED = (
@@ -288,6 +288,7 @@ MIN_TEMPERATURE = 1e-4
 _TEMPERATURES = f"at least 0; between 0 and {MIN_TEMPERATURE:g}, take 0"
 
 
+MAX_TOP_LOGPROBS = 4096  # of one place, that a sampler may be asked for
 # what cuts off and penalises nothing
 NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -317,6 +318,8 @@ class SampleParams:
     # that a completion has to follow, in llguidance's dialect of Lark; "" = any text
     grammar: str = ""
     seed: int | None = None  # completion i uses its own generator (seed, i)
+    # likeliest tokens to report at each sampled place, with their logprobs; 0 = none
+    top_logprobs: int = 0
 
     def __post_init__(self):
         for name in NEUTRAL_SAMPLING:
@@ -357,6 +360,11 @@ class SampleParams:
             ),
             ("grammar", isinstance(self.grammar, str), "a grammar as text"),
             ("seed", self.seed is None or whole(self.seed), "a whole number or None"),
+            (
+                "top_logprobs",
+                whole(self.top_logprobs) and 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS,
+                f"0 to {MAX_TOP_LOGPROBS:,}",
+            ),
         ):
             if not ok:
                 raise ConfigError(
@@ -405,6 +413,97 @@ class Logprobs:
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         return np.asarray(self.values, dtype=dtype)
 
+# %% ../../nbs/core/00_types.ipynb #cbb07251
+@dataclass(frozen=True, eq=False)
+class TopLogprobs:
+    """The likeliest tokens at sampled places: `top[i]` is a list of (token id, logprob), empty where none are known.
+
+    Raises `AlignmentError` for matrices of different shapes, and for another number of rows than sampled places."""
+
+    tokens: np.ndarray  # (M, k) ids, the likeliest first; -1 where a place has fewer
+    logprobs: np.ndarray  # (M, k) natural logs; NaN where a place has fewer
+    sampled: np.ndarray  # (L,) bool: the M positions, of L, that the rows belong to
+    # "sampling": of the distribution sampled from; "raw": temperature 1, full vocabulary; "unknown"
+    distribution: str = "sampling"
+
+    def __post_init__(self):
+        for name, dtype in (("tokens", np.int32), ("logprobs", np.float32), ("sampled", bool)):
+            values = np.asarray(getattr(self, name), dtype=dtype).view()
+            values.setflags(write=False)
+            object.__setattr__(self, name, values)
+        expected = (
+            f"{int(self.sampled.sum())} rows of tokens and of logprobs, one per sampled place"
+        )
+        if self.tokens.shape != self.logprobs.shape or self.tokens.ndim != 2:
+            got = f"shapes {self.tokens.shape} and {self.logprobs.shape}"
+            raise AlignmentError("top_logprobs", got=got, expected=expected)
+        if len(self.tokens) != self.sampled.sum():
+            raise AlignmentError("top_logprobs", got=f"{len(self.tokens)} rows", expected=expected)
+
+    def __len__(self) -> int:
+        return len(self.sampled)
+
+    def __getitem__(self, position: int) -> list[tuple[int, float]]:
+        if not self.sampled[position]:
+            return []
+        row = int(self.sampled[: position % len(self)].sum())
+        pairs = zip(self.tokens[row].tolist(), self.logprobs[row].tolist(), strict=True)
+        return [(token, logprob) for token, logprob in pairs if token >= 0]
+
+    def part(self, start: int, end: int) -> TopLogprobs:
+        "Those at the positions from `start` up to, but without, `end`."
+        first, last = (int(self.sampled[:position].sum()) for position in (start, end))
+        rows = slice(first, last)
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            logprobs=self.logprobs[rows],
+            sampled=self.sampled[start:end],
+        )
+
+    @classmethod
+    def from_rows(
+        cls, rows: Sequence[Sequence[tuple[int, float]]], distribution: str = "sampling"
+    ) -> TopLogprobs:
+        "From a list of (token id, logprob) for each of the (C,) places of a completion, in any order."
+        width = max(map(len, rows), default=0)
+        tokens = np.full((len(rows), width), -1, np.int32)
+        logprobs = np.full((len(rows), width), np.nan, np.float32)
+        for i, row in enumerate(rows):
+            ranked = sorted(row, key=lambda pair: -pair[1])
+            tokens[i, : len(row)] = [token for token, _ in ranked]
+            logprobs[i, : len(row)] = [logprob for _, logprob in ranked]
+        return cls(tokens, logprobs, np.ones(len(rows), bool), distribution)
+
+    @classmethod
+    def join(cls, parts: Sequence[TopLogprobs | int]) -> TopLogprobs | None:
+        "Parts of a sequence end to end; a number stands for that many positions without any. None = there are none."
+        known = [part for part in parts if isinstance(part, TopLogprobs)]
+        if not known:
+            return None
+        width = max(part.tokens.shape[1] for part in known)
+        tokens = []
+        logprobs = []
+        for part in known:
+            missing = [(0, 0), (0, width - part.tokens.shape[1])]
+            tokens.append(np.pad(part.tokens, missing, constant_values=-1))
+            logprobs.append(np.pad(part.logprobs, missing, constant_values=np.nan))
+        sampled = [
+            np.zeros(part, bool) if isinstance(part, int) else part.sampled for part in parts
+        ]
+        kinds = {part.distribution for part in known}
+        distribution = kinds.pop() if len(kinds) == 1 else "unknown"
+        return cls(
+            np.concatenate(tokens), np.concatenate(logprobs), np.concatenate(sampled), distribution
+        )
+
+
+def _check_top(top: TopLogprobs | None, positions: int, where: str) -> None:
+    "A list, empty or not, for each position."
+    if top is not None and len(top) != positions:
+        got = f"{len(top)} positions"
+        raise AlignmentError("top_logprobs", where=where, got=got, expected=str(positions))
+
 # %% ../../nbs/core/00_types.ipynb #b492dacb
 @dataclass(frozen=True, eq=False)
 class Completion:
@@ -421,6 +520,8 @@ class Completion:
     params: SampleParams = SampleParams()  # how it was sampled
     # experts chosen at each position that the model read, see `Datum.routing`
     routing: tuple[str, ...] | None = None
+    # (C,) likeliest tokens; None = the sampler was not asked for them
+    top_logprobs: TopLogprobs | None = field(default=None, repr=False)
 
     def __post_init__(self):
         _freeze(
@@ -430,6 +531,7 @@ class Completion:
             logprobs=np.float64,
             sampling_logprobs=np.float64,
         )
+        _check_top(self.top_logprobs, len(self.tokens), "Completion")
         for name in ("logprobs", "sampling_logprobs"):
             series = getattr(self, name)
             if series is not None and len(series) != len(self.tokens):
@@ -468,6 +570,8 @@ class RolloutSample:
     info: Mapping[str, Any] = field(default_factory=dict)  # anything a rollout wants to keep
     # (N-1,) experts chosen at each position that the model read; "" = unknown
     routing: tuple[str, ...] | None = None
+    # (N,) likeliest tokens where the policy sampled; None = not recorded
+    top_logprobs: TopLogprobs | None = field(default=None, repr=False)
 
     def __post_init__(self):
         _freeze(
@@ -515,6 +619,7 @@ def _check_sample(sample: RolloutSample) -> None:
                 name, where="RolloutSample", got=got, expected="one per token", fix=fix
             )
     _check_routing(sample.routing, n - 1, "RolloutSample")
+    _check_top(sample.top_logprobs, n, "RolloutSample")
     if not n and sample.text:
         return
     if not np.isin(sample.loss_mask, (0, 1)).all():
@@ -642,6 +747,8 @@ class Datum:
     truncated_tokens: int = 0  # tokens cut off to fit `max_length`
     # (N-1,) experts to replay at each input token; "" = the trainer chooses
     routing: tuple[str, ...] | None = None
+    # (N-1,) likeliest tokens of the sampler; None = not recorded
+    top_logprobs: TopLogprobs | None = field(default=None, repr=False)
 
     def __post_init__(self):
         _freeze(
@@ -717,6 +824,7 @@ def _check_datum(datum: Datum) -> None:
                 expected=f"{len(datum.tokens) - 1}, one per target",
             )
     _check_routing(datum.routing, len(datum.tokens) - 1, datum.where)
+    _check_top(datum.top_logprobs, len(datum.tokens) - 1, datum.where)
 
 # %% ../../nbs/core/00_types.ipynb #f2b58656
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from rl_notebook.core.types import (
     LossError,
     RLNotebookError,
     SampleParams,
+    TopLogprobs,
     needs,
     plain_text,
 )
@@ -303,7 +304,7 @@ def json_adam(params: Mapping[str, Any]) -> AdamParams:
 MAX_SAMPLES = 1024  # completions that one request may ask for
 
 
-def sample_params(fields: Mapping[str, Any], n: int, max_tokens: int) -> SampleParams:
+def sample_params(fields: Mapping[str, Any], n: int, max_tokens: int, top: int = 0) -> SampleParams:
     "How to sample, in the words of either service; raises `ConfigError`, `TypeError` or `ValueError`."
     if n > MAX_SAMPLES:
         raise ConfigError("n", where="the request", got=n, expected=f"at most {MAX_SAMPLES:,}")
@@ -323,6 +324,7 @@ def sample_params(fields: Mapping[str, Any], n: int, max_tokens: int) -> SampleP
             *map(int, fields.get("stop_token_ids") or ()),
         ),
         seed=None if fields.get("seed") is None else int(fields["seed"]),
+        top_logprobs=top,
     )
 
 
@@ -330,7 +332,8 @@ def json_sample_params(body: Mapping[str, Any], prompt: int, limit: int | None) 
     "How a training service samples; raises likewise."
     fields = body.get("sampling_params") or {}
     length = int(fields.get("max_tokens") or max(1, (limit or 2048) - prompt))
-    return sample_params(fields, int(body.get("num_samples") or 1), length)
+    top = int(body.get("topk_sample_logprobs") or 0)
+    return sample_params(fields, int(body.get("num_samples") or 1), length, top)
 
 # %% ../../nbs/emulator/00_messages.ipynb #bf584938
 @dataclass(frozen=True, eq=False)
@@ -387,6 +390,7 @@ def json_sample(result: SampleResult) -> dict[str, Any]:
             "tokens": c.tokens.tolist(),
             "logprobs": c.logprobs.tolist(),
         }
+        | ({} if c.top_logprobs is None else {"topk_logprobs": [*c.top_logprobs]})
         for c in result.completions
     ]
     out: dict[str, Any] = {"type": "sample", "sequences": sequences}
@@ -397,6 +401,14 @@ def json_sample(result: SampleResult) -> dict[str, Any]:
     return out
 
 # %% ../../nbs/emulator/00_messages.ipynb #9db85ea8
+def fill_top(message: Any, top: TopLogprobs) -> None:
+    "Write the likeliest tokens as Tinker does: id 0 and -99999 where a place has fewer."
+    known = top.tokens >= 0
+    message.length, message.k = top.tokens.shape
+    message.token_ids = np.where(known, top.tokens, 0).astype(np.int32).tobytes()
+    message.logprobs = np.where(known, top.logprobs, -99999.0).astype(np.float32).tobytes()
+
+
 def proto_sample(result: SampleResult) -> bytes:
     "A sampling result as protobuf."
     message = messages().SampleResponse()
@@ -404,7 +416,9 @@ def proto_sample(result: SampleResult) -> bytes:
         tokens = c.tokens.astype(np.int32).tobytes()
         logprobs = c.logprobs.astype(np.float32).tobytes()
         stop_reason = ("stop", "length").index(c.finish_reason)
-        message.sequences.add(tokens=tokens, logprobs=logprobs, stop_reason=stop_reason)
+        sequence = message.sequences.add(tokens=tokens, logprobs=logprobs, stop_reason=stop_reason)
+        if c.top_logprobs is not None:
+            fill_top(sequence.topk_sampled_logprobs, c.top_logprobs)
     if result.prompt_logprobs is not None:
         message.prompt_logprobs = result.prompt_logprobs.astype(np.float32).tobytes()
     return message.SerializeToString()

@@ -245,7 +245,6 @@ async def sample_and_score(
         "target_prompt_logprobs",
         "prompt_alt_tokens_k",
         "topk_prompt_logprobs",
-        "topk_sample_logprobs",
     )
     if asked := [name for name in not_done if body.get(name)]:
         raise BackendError(
@@ -255,6 +254,7 @@ async def sample_and_score(
     request = check_request(sampler.engine, prompt, params)
     if (body.get("sampling_params") or {}).get("stop") == []:
         request = Request(request.prompt, params)
+    request.raw_top = True
     completions: list[Completion] = await sampler.post(request)
     if not body.get("prompt_logprobs"):
         return SampleResult(completions)

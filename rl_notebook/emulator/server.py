@@ -23,6 +23,7 @@ from torch import Tensor
 from ..core.align import token_from_target
 from .messages import Refusal, Table, json_of, routes_of, sample_params
 from .models import Models, Serving, Snapshots
+from ..backends.local.engine import check_request
 from ..backends.local.worker import Worker
 from ..core.types import Completion, RLNotebookError, SampleParams
 from ..agents.openai_chat import event_lines, in_pieces, reply_of, token_record
@@ -56,7 +57,7 @@ class Wanted:
 _KNOWN = """
 model prompt n max_tokens temperature top_p top_k min_p stop stop_token_ids seed stream stream_options logprobs echo
 raw_output return_token_ids return_tokens_as_token_ids prompt_logprobs perf_metrics_in_response user
-repetition_penalty prompt_cache_key prompt_cache_max_len ignore_eos skip_special_tokens include_stop_str_in_output
+repetition_penalty top_logprobs prompt_cache_key prompt_cache_max_len ignore_eos skip_special_tokens include_stop_str_in_output
 """
 _NEUTRAL = {"ignore_eos": False, "include_stop_str_in_output": False}
 
@@ -113,6 +114,19 @@ def read_length(body: Mapping[str, Any], prompt_len: int, max_seq_len: int) -> i
     return min(asked, room)
 
 # %% ../../nbs/emulator/03_server.ipynb #e162363b
+MOST_TOP = {"fireworks": 5, "vllm": 20}  # likeliest tokens of a place that may be asked for
+
+
+def read_top(body: Mapping[str, Any], style: Style, layout: str) -> int:
+    "How many likeliest tokens to report at each place; raises `Refusal`."
+    asked = body.get("top_logprobs") if layout == "content" else body.get("logprobs")
+    top = 0 if layout == "none" or isinstance(asked, bool) or asked is None else int(asked)
+    if not 0 <= top <= MOST_TOP[style]:
+        words = f"Requested sample logprobs of {top}, which is greater than max allowed: {MOST_TOP[style]}"
+        raise Refusal(400, words)
+    return top
+
+
 def read_wanted(body: Mapping[str, Any], style: Style, tokenizer: Any, max_seq_len: int) -> Wanted:
     "The request behind a JSON body, for a model that takes `max_seq_len` tokens; raises `Refusal`."
     check_fields(body, style)
@@ -123,7 +137,8 @@ def read_wanted(body: Mapping[str, Any], style: Style, tokenizer: Any, max_seq_l
     layout: Any = "content" if style == "fireworks" and logprobs is True else "lists"
     layout = "none" if logprobs is None or logprobs is False else layout
     try:
-        params = sample_params(body, int(body.get("n") or 1), max(1, length))
+        top = read_top(body, style, layout)
+        params = sample_params(body, int(body.get("n") or 1), max(1, length), top)
     except (TypeError, ValueError) as reason:
         raise Refusal(400, f"sampling parameters: {reason}") from reason
     scored = body.get("prompt_logprobs") is not None or (
@@ -141,6 +156,8 @@ class Shown:
     used: list[float | None]  # of the distribution sampled from, None on the prompt
     text: str
     finish_reason: str
+    # likeliest (id, logprob) pairs at each token, none on the prompt; () = not asked for
+    top: Sequence[Sequence[tuple[int, float]]] = ()
 
 # %% ../../nbs/emulator/03_server.ipynb #c47c22a6
 def shown(
@@ -165,24 +182,32 @@ def shown(
         if completion.sampling_logprobs is None
         else completion.sampling_logprobs
     )
-    tokens = tokens + completion.tokens.tolist()
-    raw = raw + completion.logprobs.tolist()
+    top = (
+        () if completion.top_logprobs is None else [*([] for _ in tokens), *completion.top_logprobs]
+    )
     return Shown(
-        tokens, raw, used + sampling.tolist(), text + completion.text, completion.finish_reason
+        tokens + completion.tokens.tolist(),
+        raw + completion.logprobs.tolist(),
+        used + sampling.tolist(),
+        text + completion.text,
+        completion.finish_reason,
+        top,
     )
 
 # %% ../../nbs/emulator/03_server.ipynb #acd515e4
 def content_logprobs(part: Shown, tokenizer: Any) -> dict[str, Any]:
     "Fireworks' layout: one record a token, 0.0 for the token that has none."
-    each = zip(part.tokens, part.raw, part.used, strict=True)
+    top = part.top or [()] * len(part.tokens)
+    each = zip(part.tokens, part.raw, part.used, top, strict=True)
 
-    def more(token, used):
-        return {"token_id": token, "sampling_logprob": used, "top_logprobs": []}
+    def more(token, used, top):
+        likeliest = [token_record(tokenizer, i, value) | {"token_id": i} for i, value in top]
+        return {"token_id": token, "sampling_logprob": used, "top_logprobs": likeliest}
 
     return {
         "content": [
-            token_record(tokenizer, token, raw or 0.0) | more(token, used)
-            for token, raw, used in each
+            token_record(tokenizer, token, raw or 0.0) | more(token, used, top)
+            for token, raw, used, top in each
         ]
     }
 
@@ -193,9 +218,20 @@ def list_logprobs(part: Shown, tokenizer: Any, spelled: bool, processed: bool) -
         raw if used is None or not processed else used
         for raw, used in zip(part.raw, part.used, strict=True)
     ]
-    texts = [f"token_id:{i}" if spelled else tokenizer.decode([i]) for i in part.tokens]
+
+    def spell(token):
+        return f"token_id:{token}" if spelled else tokenizer.decode([token])
+
+    texts = [spell(token) for token in part.tokens]
     offsets = np.cumsum([0, *map(len, texts)])[:-1].tolist()
-    return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+    top: list[dict[str, float | None] | None] | None = None
+    if any(part.top):
+        # vLLM adds the token that was sampled where it is not among them
+        top = [
+            {spell(i): value for i, value in likeliest} | {text: sampled} if likeliest else None
+            for likeliest, text, sampled in zip(part.top, texts, values, strict=True)
+        ]
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 # %% ../../nbs/emulator/03_server.ipynb #f7ca48e3
 def vllm_extras(wanted: Wanted, part: Shown, scores: np.ndarray | None) -> dict[str, Any]:
@@ -483,10 +519,13 @@ async def completions(server: EmulatedServer, request: Request, style: Style = "
         raise Refusal(500, f"EngineCore encountered an issue: {server.dead}")
     serving = server.serving(adapter)
     wanted = read_wanted(body, style, tokenizer, serving.backend.capabilities.max_seq_len or 2**20)
+    processed = server.processed and style == "vllm"
     waited = time.monotonic() - started
     server.running = server.running + 1
     try:
-        sampled, scores = await while_connected(request, sample_requested(serving, wanted))
+        sampled, scores = await while_connected(
+            request, sample_requested(serving, wanted, not processed)
+        )
     finally:
         server.running -= 1
     new = sum(len(c.tokens) for c in sampled if c is not None)
@@ -495,7 +534,6 @@ async def completions(server: EmulatedServer, request: Request, style: Style = "
     if body.get("perf_metrics_in_response"):
         whole["perf_metrics"] = measured(server, wanted, waited, time.monotonic() - started)
     parts = [shown(wanted, c, scores, tokenizer) for c in sampled]
-    processed = server.processed and style == "vllm"
     choices = [
         choice_of(wanted, p, i, scores, style, tokenizer, processed) for i, p in enumerate(parts)
     ]
@@ -508,10 +546,10 @@ async def completions(server: EmulatedServer, request: Request, style: Style = "
 
 # %% ../../nbs/emulator/03_server.ipynb #b62a0b16
 async def sample_requested(
-    serving: Serving, wanted: Wanted
+    serving: Serving, wanted: Wanted, raw_top: bool = True
 ) -> tuple[list[Completion | None], np.ndarray | None]:
     "The completions, and the (P-1,) scores of the prompt if they are asked for."
-    sampler = serving.backend.sampler
+    sampler: Any = serving.backend.sampler
     scores = None
     if (wanted.echo and wanted.layout != "none") or wanted.prompt_logprobs:
         scores = (
@@ -521,7 +559,9 @@ async def sample_requested(
         )
     if not wanted.sample:
         return [None], scores
-    return list(await sampler.sample(wanted.prompt, wanted.params)), scores
+    request = check_request(sampler.engine, wanted.prompt, wanted.params)
+    request.raw_top = raw_top
+    return list(await sampler.post(request)), scores
 
 # %% ../../nbs/emulator/03_server.ipynb #da647a56
 def adapter_of(server: EmulatedServer, model: str, style: Style) -> str:

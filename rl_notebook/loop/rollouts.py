@@ -519,7 +519,14 @@ def with_origin(sample: RolloutSample, completions: Sequence[Completion]) -> Rol
     whole = sample_from_spans(
         [*spans, (tokens[ends[-1] :], None)], sample.reward, sample.text, sample.info
     )
-    names = ("raw_logprobs", "policy_version", "temperature", "processed", "routing")
+    names = (
+        "raw_logprobs",
+        "policy_version",
+        "temperature",
+        "processed",
+        "routing",
+        "top_logprobs",
+    )
     return replace(sample, **{name: getattr(whole, name) for name in names})
 
 

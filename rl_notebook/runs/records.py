@@ -40,6 +40,7 @@ from rl_notebook.core.types import (
     PromptGroup,
     RecordError,
     RolloutSample,
+    TopLogprobs,
     quoted,
 )
 from ..show.html import folded, html_table, prompt_text, step_html
@@ -434,8 +435,9 @@ def _plain_fields(value: Any, but: Sequence[str], where: str) -> dict[str, Any]:
 def _group_json(group: PromptGroup) -> dict[str, Any]:
     "A group and its samples, without their token arrays."
     samples = [
-        _plain_fields(s, SAMPLE_ARRAYS, f"{group.where}, sample {i}")
+        _plain_fields(s, (*SAMPLE_ARRAYS, "top_logprobs"), f"{group.where}, sample {i}")
         | {"has_raw": s.raw_logprobs is not None, "num_tokens": len(s.tokens)}
+        | ({} if s.top_logprobs is None else {"top_logprobs": s.top_logprobs.distribution})
         for i, s in enumerate(group.samples)
     ]
     return _plain_fields(group, ("samples",), group.where) | {"samples": samples}
@@ -468,7 +470,7 @@ def record_json(record: StepRecord) -> dict[str, Any]:
     parts = {
         "groups": [_group_json(g) for g in record.groups],
         "datums": [
-            _plain_fields(d, DATUM_ARRAYS, d.where)
+            _plain_fields(d, (*DATUM_ARRAYS, "top_logprobs"), d.where)
             | {"per_token_advantage": isinstance(d.advantage, np.ndarray)}
             for d in record.datums
         ],
@@ -522,9 +524,52 @@ def tokens_frame(record: StepRecord) -> pd.DataFrame:
         }
     )
 
+# %% ../../nbs/runs/00_records.ipynb #66950ba2
+TOP_FILE = "top_logprobs.npy"
+
+
+def top_table(record: StepRecord) -> np.ndarray | None:
+    "One row per sampled token: its place in the token table, k likeliest ids and their logprobs; None without any."
+    samples = [s for g in record.groups for s in g.samples]
+    top = TopLogprobs.join(
+        [len(s.tokens) if s.top_logprobs is None else s.top_logprobs for s in samples]
+    )
+    if top is None:
+        return None
+    width = (top.tokens.shape[1],)
+    kinds = [("row", np.int64), ("token", np.int32, width), ("logprob", np.float32, width)]
+    table = np.zeros(len(top.tokens), dtype=kinds)
+    table["row"] = np.flatnonzero(top.sampled)
+    table["token"] = top.tokens
+    table["logprob"] = top.logprobs
+    return table
+
+
+def read_top_table(path: Path) -> np.ndarray:
+    "The table that `top_table` made, mapped into memory; raises RecordError where it cannot be read."
+    with parsing(path, "a table of the likeliest tokens"):
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
+def _top_of(
+    top: np.ndarray | None, places: np.ndarray, start: int, end: int, distribution: str
+) -> TopLogprobs:
+    "The likeliest tokens of the sample with these rows of the token table; `places` (M,) are those of the rows of `top`."
+    if top is None:
+        raise RecordError(
+            TOP_FILE, got="no such file", expected="one, as a sample has top_logprobs"
+        )
+    first, last = np.searchsorted(places, [start, end])
+    rows = top[first:last]
+    sampled = np.zeros(end - start, bool)
+    sampled[places[first:last] - start] = True
+    return TopLogprobs(rows["token"], rows["logprob"], sampled, distribution)
+
 # %% ../../nbs/runs/00_records.ipynb #2aa7e0bc
-def _groups(plain: Sequence[Mapping[str, Any]], tokens: pd.DataFrame) -> list[PromptGroup]:
-    "Groups from their JSON and the token table, whose rows come in the same order."
+def _groups(
+    plain: Sequence[Mapping[str, Any]], tokens: pd.DataFrame, top: np.ndarray | None = None
+) -> list[PromptGroup]:
+    "Groups from their JSON, the token table, whose rows come in the same order, and the table of likeliest tokens."
     names = zip(
         SAMPLE_ARRAYS, ("token", "loss_mask", "sampler_logprobs", "raw_logprobs"), strict=True
     )
@@ -532,6 +577,7 @@ def _groups(plain: Sequence[Mapping[str, Any]], tokens: pd.DataFrame) -> list[Pr
         name: tokens[of].to_numpy(np.float64 if "logprobs" in name else np.int64)
         for name, of in names
     }
+    places = np.zeros(0, np.int64) if top is None else np.array(top["row"])
     groups = []
     start = 0
     for g in map(decode, plain):
@@ -541,6 +587,8 @@ def _groups(plain: Sequence[Mapping[str, Any]], tokens: pd.DataFrame) -> list[Pr
             arrays: dict[str, Any] = {name: values[start:end] for name, values in columns.items()}
             if not s.pop("has_raw"):
                 arrays |= {"raw_logprobs": None}
+            if distribution := s.pop("top_logprobs", None):
+                arrays |= {"top_logprobs": _top_of(top, places, start, end, distribution)}
             samples.append(RolloutSample(**s, **arrays))
             start = end
         groups.append(PromptGroup(samples=tuple(samples), **g))
@@ -551,8 +599,13 @@ def _groups(plain: Sequence[Mapping[str, Any]], tokens: pd.DataFrame) -> list[Pr
     return groups
 
 # %% ../../nbs/runs/00_records.ipynb #1edc6b0f
-def _datums(plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> list[Datum]:
-    "Datums from their JSON and the arrays of the step."
+def _datums(
+    plain: Sequence[Mapping[str, Any]],
+    arrays: Mapping[str, np.ndarray],
+    groups: Sequence[PromptGroup],
+) -> list[Datum]:
+    "Datums from their JSON, the arrays of the step, and the likeliest tokens of their samples."
+    known_top = {(g.index, i): s.top_logprobs for g in groups for i, s in enumerate(g.samples)}
     columns = {name: unragged(name, arrays) for name in DATUM_ARRAYS}
     if len(plain) != (count := len(columns["tokens"])):
         raise RecordError("datums", got=len(plain), expected=f"{count}, as there are arrays")
@@ -562,6 +615,9 @@ def _datums(plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]
         series = dict[str, Any]((name, values[i]) for name, values in columns.items())
         if not others.pop("per_token_advantage"):
             series["advantage"] = float(series["advantage"][0])
+        top = known_top.get((others["group"], others["sample"]))
+        if top is not None:
+            series["top_logprobs"] = top.part(1, len(series["tokens"]))
         datums.append(Datum(**others, **series))
     return datums
 
@@ -636,12 +692,15 @@ def check_kinds(record: StepRecord) -> None:
 
 # %% ../../nbs/runs/00_records.ipynb #bb39a4cc
 def restore_record(
-    plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray], tokens: pd.DataFrame
+    plain: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    tokens: pd.DataFrame,
+    top: np.ndarray | None = None,
 ) -> StepRecord:
     "The record that was written; raises RecordError where the parts do not fit each other."
     try:
-        groups = _groups(plain["groups"], tokens)
-        datums = _datums(plain["datums"], arrays)
+        groups = _groups(plain["groups"], tokens, top)
+        datums = _datums(plain["datums"], arrays, groups)
         parts = {"groups": groups, "datums": datums, "loss": _loss(plain["loss"], arrays)}
         others = {
             name: decode(v) for name, v in plain.items() if name not in parts and name != "format"
@@ -849,7 +908,7 @@ def read_table(path: Path, columns: list[str] | None = None) -> pd.DataFrame:
 
 # %% ../../nbs/runs/00_records.ipynb #42049c47
 def write_record(record: StepRecord, folder: Path) -> None:
-    "Write a record as four files."
+    "Write a record as four files, and a fifth where the sampler reported its likeliest tokens."
     from safetensors.numpy import save
 
     plain = record_json(record)
@@ -861,6 +920,8 @@ def write_record(record: StepRecord, folder: Path) -> None:
         table.to_parquet(buffer, index=False, compression="zstd")
         (folder / f"{name}.parquet").write_bytes(buffer.getvalue())
     (folder / "arrays.safetensors").write_bytes(save(record_arrays(record)))
+    if (top := top_table(record)) is not None:
+        np.save(folder / TOP_FILE, top, allow_pickle=False)
     write_described(folder, "record.json", plain)
 
 
@@ -868,12 +929,13 @@ def read_record(folder: str | os.PathLike[str], trusted: Collection[str] | None 
     "Read a record; raises RecordError with the reason when a file is missing, damaged or of another format."
     folder = Path(folder)
     plain = read_described(folder, "record.json", RECORD_FORMAT)
-    plain.pop("files")
+    listed = plain.pop("files")
     plain |= {"options": mark_names(plain.get("options"), str(folder), trusted)}
     arrays = read_arrays(folder / "arrays.safetensors")
     tokens = read_table(folder / "tokens.parquet")
+    top = read_top_table(folder / TOP_FILE) if TOP_FILE in listed else None
     try:
-        return restore_record(plain, arrays, tokens)
+        return restore_record(plain, arrays, tokens, top)
     except RecordError as e:
         raise RecordError(str(e), where=str(folder / "record.json")) from e
 

@@ -35,6 +35,7 @@ from rl_notebook.core.types import (
     ConfigError,
     DataError,
     RolloutSample,
+    TopLogprobs,
     plain_text,
     quoted,
 )
@@ -387,6 +388,12 @@ def sample_from_spans(
         processed=any(c.params.processed for c in completions),
         info=info,
         routing=_routing(spans),
+        top_logprobs=TopLogprobs.join(
+            [
+                len(tokens) if c is None or c.top_logprobs is None else c.top_logprobs
+                for tokens, c in spans
+            ]
+        ),
     )
 
 # %% ../../nbs/task/02_chat.ipynb #fb9d224e

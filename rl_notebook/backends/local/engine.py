@@ -30,6 +30,7 @@ from rl_notebook.core.types import (
     DivergedError,
     Logprobs,
     SampleParams,
+    TopLogprobs,
     needs,
 )
 
@@ -82,6 +83,8 @@ class SamplingPlan:
     seen: Tensor | None = None  # (B, V) bool: what it falls on; `sample_next` adds what it sampled
     # (B, V) bool: what the rows' grammars let follow; None = every token
     allowed: Tensor | None = None
+    top: int = 0  # likeliest tokens that are reported, the most that a row asks for
+    raw_top: Tensor | None = None  # (B, 1) bool: those at temperature 1 with nothing cut off
 
     @classmethod
     def of(cls, params: Sequence[SampleParams], device: torch.device | str = "cpu") -> SamplingPlan:
@@ -103,6 +106,7 @@ class SamplingPlan:
             None if greedy is None else greedy[:, 0],
             *cuts,
             column(lambda p: p.repetition_penalty, 1),
+            top=max((p.top_logprobs for p in params), default=0),
         )
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #66eaa7e5
@@ -147,10 +151,19 @@ def penalised(logits: Tensor, plan: SamplingPlan) -> Tensor:
     )
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #4777dc59
-def sample_next(
-    logits: Tensor, plan: SamplingPlan, uniforms: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    "One token for every row of logits (B, V): (B,) ids, raw logprobs, and those of the distribution sampled from."
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    "One token for each of B rows."
+
+    tokens: Tensor  # (B,) ids
+    raw: Tensor  # (B,) raw logprobs
+    used: Tensor  # (B,) logprobs of the distribution sampled from
+    top_tokens: Tensor | None = None  # (B, k) likeliest ids of that distribution, or raw
+    top_logprobs: Tensor | None = None  # (B, k)
+
+
+def sample_next(logits: Tensor, plan: SamplingPlan, uniforms: Tensor) -> Sampled:
+    "One token for every row of logits (B, V), with its logprobs, and the likeliest tokens that the plan asks for."
     raw = logits.log_softmax(-1)
     scored = penalised(logits, plan)
     if plan.allowed is not None:
@@ -172,7 +185,11 @@ def sample_next(
     used_picked = raw_picked if used is raw else pick(used)
     if plan.greedy is not None:
         used_picked = used_picked.masked_fill(plan.greedy, 0.0)
-    return tokens, raw_picked, used_picked
+    if not plan.top:
+        return Sampled(tokens, raw_picked, used_picked)
+    ranked = used if plan.raw_top is None else torch.where(plan.raw_top, raw, used)
+    top = ranked.topk(min(plan.top, ranked.shape[-1]))
+    return Sampled(tokens, raw_picked, used_picked, top.indices, top.values)
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #d7073268
 PREFIX_CACHE_BYTES = 2**28  # of what is kept for later turns
@@ -223,6 +240,7 @@ class Request:
     # gets the tokens of a completion whenever it has one more
     on_token: Callable[[list[int]], Any] | None = None
     matcher: Any = None  # follows the grammar of `params`, from its beginning; None = there is none
+    raw_top: bool = False  # report the likeliest tokens at temperature 1 with nothing cut off
 
     def __post_init__(self):
         self.completions = [None] * self.params.n
@@ -246,6 +264,8 @@ class Row:
     # experts of the tokens read so far, each (n, L, k)
     chosen: list[np.ndarray] = field(default_factory=list)
     matcher: Any = None  # stands where the tokens have led in the grammar
+    # likeliest ids and their logprobs, each (k,), of each token
+    top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     @property
     def cached(self) -> int:
@@ -537,11 +557,18 @@ def join(
     )
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #1925efb2
+def has_raw_top(row: Row) -> bool:
+    "Whether the likeliest tokens of a row are those of the model as it is: nothing else is likely where greedy."
+    return row.request.raw_top or row.request.params.temperature == 0
+
+
 def plan_of(engine: Engine, rows: Sequence[Row]) -> SamplingPlan:
     "How rows are sampled."
     device = engine.causal.device
     plan = SamplingPlan.of([row.request.params for row in rows], device)
     plan = replace(plan, allowed=allowed_next(rows, engine.causal.vocab_size, device))
+    if plan.top and any(has_raw_top(row) for row in rows):
+        plan = replace(plan, raw_top=sent([[has_raw_top(row)] for row in rows], device))
     if plan.penalty is None:
         return plan
     texts = [[*row.request.prompt, *row.tokens] for row in rows]
@@ -567,17 +594,34 @@ def check_sampled(row: Row, raw: float, used: float) -> None:
         )
 
 
+def note_top(row: Row, ids: np.ndarray, logprobs: np.ndarray) -> None:
+    "Keep as many of the likeliest (k,) tokens as the row asks for, without those that were cut off."
+    if asked := row.request.params.top_logprobs:
+        known = np.isfinite(logprobs[:asked])
+        row.top.append((ids[:asked][known], logprobs[:asked][known]))
+
+
 def emit(
     engine: Engine,
-    sampled: tuple[Tensor, Tensor, Tensor],
+    sampled: Sampled,
     start: int = 0,
     experts: np.ndarray | None = None,
 ) -> list[Request]:
-    """Give the rows from `start` on what was sampled (ids, raw and used logprobs); returns the completed requests.
+    """Give the rows from `start` on what was sampled; returns the completed requests.
 
     Raises `DivergedError`."""
-    series = torch.stack([part.double() for part in sampled]).tolist()
+    parts = [sampled.tokens, sampled.raw, sampled.used]
+    series = torch.stack([part.double() for part in parts]).tolist()
     rows = engine.rows[start:]
+    if sampled.top_tokens is not None and sampled.top_logprobs is not None:
+        top = zip(
+            rows,
+            sampled.top_tokens.cpu().numpy(),
+            sampled.top_logprobs.float().cpu().numpy(),
+            strict=True,
+        )
+        for row, ids, logprobs in top:
+            note_top(row, ids, logprobs)
     ended = dict[int, str]()
     engine.meter.tokens_sampled += len(rows)
     for i, (row, token, raw, used) in enumerate(zip(rows, *series, strict=True), start):
@@ -600,6 +644,16 @@ def emit(
     ]
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #58f12613
+def top_of(row: Row) -> TopLogprobs | None:
+    "The likeliest tokens of a completion; None where they were not asked for."
+    params = row.request.params
+    if not params.top_logprobs:
+        return None
+    pairs = [[*zip(ids.tolist(), logprobs.tolist(), strict=True)] for ids, logprobs in row.top]
+    is_raw = has_raw_top(row) and not params.draws_from_raw
+    return TopLogprobs.from_rows(pairs, "raw" if is_raw else "sampling")
+
+
 def retire(engine: Engine, i: int, reason: str) -> Request:
     "Take row `i` out of the batch; its completion goes to its request, with a note for each token that was read."
     row = engine.rows[i]
@@ -623,7 +677,7 @@ def retire(engine: Engine, i: int, reason: str) -> Request:
         engine.policy_version,
         request.params,
     )
-    request.completions[row.index] = Completion(*made, routing=notes)  # type: ignore[arg-type]
+    request.completions[row.index] = Completion(*made, routing=notes, top_logprobs=top_of(row))  # type: ignore[arg-type]
     return request
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #88224b38
@@ -686,7 +740,7 @@ def advance(engine: Engine) -> list[Request]:
         engine.causal.logits(features), decode_state.plan, decode_state.uniforms.pop(0)
     )
     decode_state.tokens, decode_state.at, decode_state.longest = (
-        sampled[0],
+        sampled.tokens,
         decode_state.at + 1,
         decode_state.longest + 1,
     )

@@ -66,6 +66,7 @@ from ..work import synchronize
 from ...core.losses import reads_entropy
 from ...core.files import new_folder
 from rl_notebook.core.types import (
+    MAX_TOP_LOGPROBS,
     AdamParams,
     BackendError,
     Completion,
@@ -1103,6 +1104,7 @@ def open_local(
         routing=router_replay,
         max_seq_len=engine.max_seq_len,
         entropy=True,
+        top_logprobs=MAX_TOP_LOGPROBS,
         load_in_8bit=load_in_8bit,
     )
     sync = LocalSync(state, sampler, {n: p for n, p in served.named_parameters() if n in params})

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..base import Meter, check_known
+from ..base import Meter, check_known, check_top
 from ..local.engine import check_tokens
 from rl_notebook.backends.services.wire import (
     RESPONSE_ERRORS,
@@ -33,9 +33,11 @@ from rl_notebook.core.types import (
     AlignmentError,
     BackendError,
     Completion,
+    MAX_TOP_LOGPROBS,
     Logprobs,
     RLNotebookError,
     SampleParams,
+    TopLogprobs,
     quoted,
 )
 
@@ -59,6 +61,9 @@ class Dialect:
     sample: Mapping[str, Any]  # asks for ids and logprobs of what is sampled
     prefill: Mapping[str, Any]  # asks for logprobs of the prompt; empty = it has none
     ids_hint: str = ""  # to switch on ids, for the error when none came back
+    # field that asks for the likeliest tokens of each place; "" = it sends none with their ids
+    top_field: str = ""
+    most_top: int = 0  # likeliest tokens of a place that it may be asked for
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #e2881de4
 DIALECTS = {
@@ -68,6 +73,8 @@ DIALECTS = {
         {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True},
         {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "return_token_ids": True},
         ids_hint="vLLM sends them with return_token_ids, older versions with return_tokens_as_token_ids.",
+        top_field="logprobs",
+        most_top=MAX_TOP_LOGPROBS,
     ),
     "sglang": Dialect(
         "/v1/completions",
@@ -88,6 +95,8 @@ DIALECTS = {
         {"logprobs": 1},
         {},
         ids_hint="llama.cpp's server sends them with the logprobs.",
+        top_field="logprobs",
+        most_top=MAX_TOP_LOGPROBS,
     ),
     "fireworks": Dialect(
         "/inference/v1/completions",
@@ -95,6 +104,8 @@ DIALECTS = {
         {"logprobs": True, "raw_output": True},
         {"max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": True, "raw_output": True},
         ids_hint="Fireworks sends them with raw_output.",
+        top_field="top_logprobs",
+        most_top=5,
     ),
     "echo": Dialect(
         "/v1/completions",
@@ -102,6 +113,8 @@ DIALECTS = {
         {"logprobs": 1, "return_tokens_as_token_ids": True},
         {"max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": 1},
         ids_hint="The server must return ids with return_token_ids, return_tokens_as_token_ids or raw_output.",
+        top_field="logprobs",
+        most_top=MAX_TOP_LOGPROBS,
     ),
 }
 
@@ -123,6 +136,9 @@ def request_body(
         value = getattr(params, name)
         if value != getattr(defaults, name):
             body[name] = list(value) if isinstance(value, tuple) else value
+    if params.top_logprobs:
+        check_top(params, dialect.path, dialect.most_top)
+        body[dialect.top_field] = params.top_logprobs
     return body
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #125a0f9f
@@ -279,6 +295,49 @@ def sort_logprobs(
         return None, point or values
     return (values if kind == "raw" else None), point
 
+# %% ../../../nbs/backends/services/01_completions.ipynb #6e5ef1ce
+def top_rows(choice: Mapping[str, Any], count: int, where: str) -> list[list[tuple[int, float]]]:
+    "The (token id, logprob) pairs at each place of a choice, at most `count`, the likeliest first; raises `BackendError`."
+    logprobs = choice.get("logprobs") or {}
+    if content := logprobs.get("content"):
+        places = [entry.get("top_logprobs") or () for entry in content]
+        pairs = [
+            [(entry.get("token_id", entry.get("id")), entry["logprob"]) for entry in place]
+            for place in places
+        ]
+    else:
+        places = logprobs.get("top_logprobs") or ()
+        pairs = [
+            [(_spelled_id(token), logprob) for token, logprob in (place or {}).items()]
+            for place in places
+        ]
+    has_ids = all(token is not None for place in pairs for token, _ in place)
+    if not any(pairs) or not has_ids:
+        got = "texts without ids" if any(pairs) else "none"
+        fix = "Set top_logprobs=0, or sample from a server that sends ids with them, such as vLLM."
+        raise BackendError(
+            "top_logprobs", where=where, got=got, expected="ids with logprobs", fix=fix
+        )
+    # a cut-off token is sent as the lowest number that JSON has
+    known = [
+        [(int(t), float(v)) for t, v in place if t is not None and v is not None and v > -9999]
+        for place in pairs
+    ]
+    return [sorted(place, key=lambda pair: -pair[1])[:count] for place in known]
+
+
+def _spelled_id(token: str) -> int | None:
+    "The id in `token_id:17`; None in other text."
+    match = re.fullmatch(r"token_id:(\d+)", token)
+    return int(match[1]) if match else None
+
+
+def top_distribution(params: SampleParams, kind: Kind) -> str:
+    "What the likeliest tokens are those of, where a server reports logprobs of this kind; see `TopLogprobs`."
+    if params.draws_from_raw or kind == "processed":
+        return "sampling"
+    return "raw" if kind in ("raw", "both") else "unknown"
+
 # %% ../../../nbs/backends/services/01_completions.ipynb #ff9802ba
 _UNKNOWN = "OpenAI-compatible server"
 
@@ -408,12 +467,14 @@ class OpenAISampler:
                     "no logprobs came back", where=where, expected="one per token", fix=fix
                 )
             raw, sampling = sort_logprobs(values, reported_sampling, params, self.kind)
+            top = top_rows(choice, params.top_logprobs, where) if params.top_logprobs else None
             text = choice.get("text") or ""
             end = next(
                 (i + 1 for i, token in enumerate(ids) if token in params.stop_token_ids), len(ids)
             )
             if end < len(ids) == len(values):  # a server without `stop_token_ids` keeps sampling
                 ids = ids[:end]
+                top = top and top[:end]
                 raw = raw and raw[:end]
                 sampling = sampling and sampling[:end]
                 text = self.tokenizer.decode(ids[:-1], skip_special_tokens=True)
@@ -425,7 +486,13 @@ class OpenAISampler:
                 return await self.sample_one(prompt, params, seed)
         self.meter.tokens_sampled += len(ids)
         with reading(where):
-            return Completion(prompt, ids, raw, sampling, text, reason, version, params)  # type: ignore[arg-type]
+            kind = top_distribution(params, "both" if reported_sampling else self.kind)
+            made = Completion(prompt, ids, raw, sampling, text, reason, version, params)  # type: ignore[arg-type]
+            return (
+                made
+                if top is None
+                else replace(made, top_logprobs=TopLogprobs.from_rows(top, kind))
+            )
 
     async def close(self) -> None:
         "Close the connections; later calls are rejected."

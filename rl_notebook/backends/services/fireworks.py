@@ -24,7 +24,7 @@ __all__ = ['PROMOTION_TIMEOUT', 'SyncError', 'open_fireworks', 'promote_weights'
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #522633b8
 from ...core.align import align_routing
-from ..base import Backend, Capabilities, Endpoint, Meter, check_known
+from ..base import Backend, Capabilities, Endpoint, Meter, check_known, check_top
 from ..local.engine import check_tokens
 from ..local.worker import Worker
 from rl_notebook.backends.services.completions import (
@@ -33,6 +33,7 @@ from rl_notebook.backends.services.completions import (
     OpenAISampler,
     request_seed,
     sort_logprobs,
+    top_distribution,
 )
 from .wire import Secret, one_line
 from rl_notebook.backends.services.provision import (
@@ -83,6 +84,7 @@ from rl_notebook.core.types import (
     Logprobs,
     RLNotebookError,
     SampleParams,
+    TopLogprobs,
     print_plain,
 )
 from ...core.builtin import BUILTIN_LOSSES
@@ -131,9 +133,36 @@ def completion_of(
     routing = align_routing(
         sampled.routing_matrices, sampled.prompt_len, read, completion_only, where="deployment"
     )
+    top = None
+    if params.top_logprobs:
+        rows = top_of(sampled, params)
+        # the service reports them of the model as it is, whatever was cut off
+        top = TopLogprobs.from_rows(rows, top_distribution(params, "raw"))
     return Completion(
-        np.array(prompt), tokens, *series, sampled.text, reason, policy_version, params, routing
+        np.array(prompt),
+        tokens,
+        *series,
+        sampled.text,
+        reason,
+        policy_version,
+        params,
+        routing,
+        top,
     )
+
+
+def top_of(sampled: Any, params: SampleParams) -> list[list[tuple[int, float]]]:
+    "The likeliest (token id, logprob) pairs at each sampled place; raises `BackendError`."
+    ids = sampled.inference_topk_token_ids
+    logprobs = sampled.inference_topk_logprobs
+    count = len(sampled.full_tokens) - sampled.prompt_len
+    if ids is None or logprobs is None or len(ids) < count:
+        fix = "Set top_logprobs=0, or ask the deployment for fewer."
+        got = "none" if ids is None else f"{len(ids)} lists"
+        expected = f"{count} lists, one per sampled token"
+        raise BackendError("top_logprobs", where="deployment", got=got, expected=expected, fix=fix)
+    rows = [[*zip(*row, strict=True)] for row in zip(ids, logprobs, strict=True)]
+    return [row[: params.top_logprobs] for row in rows[len(rows) - count :]]
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #c4a09f7c
 RESTARTS = 3  # of a deployment during one request, after which it is given up
@@ -228,6 +257,9 @@ async def sample_from(
         "http_timeout": sampler.timeout_s,
     }
     options |= ({"seed": seed} if seed is not None else {}) | ({"stop": stop} if stop else {})
+    if params.top_logprobs:
+        check_top(params, "Fireworks", DIALECTS["fireworks"].most_top)
+        options |= {"top_logprobs": params.top_logprobs}
     if sampler.routing != "none":
         options |= {"include_routing_matrix": True, "echo": True}
     size = {"max_tokens": params.max_tokens, "temperature": params.temperature}
@@ -697,6 +729,7 @@ def bundle(
     )
     can = replace(can, builtin_losses=tuple(BUILTIN_LOSSES["fireworks"]), routing=cfg.router_replay)
     can = replace(can, min_p=False, repetition_penalty=False)
+    can = replace(can, top_logprobs=DIALECTS["fireworks"].most_top)
     at = Endpoint(deploy_mgr.inference_url, infra.inference_model or "", secret.reveal())
     more = {"meter": meter, "boot_metrics": infra.boot_metrics, "endpoint": at, "infra": infra}
     return FireworksBackend(policy, reference_scorer, sampler, sync, tokenizer, can, **more)

@@ -404,6 +404,13 @@ def _capabilities(local: Capabilities, sampler: OpenAISampler) -> Capabilities:
     cuts: Any = {
         n: known and n in sampler.dialect.neutral for n in NEUTRAL_SAMPLING if n != "top_p"
     }
+    top = sampler.dialect.most_top
     return replace(
-        local, name="openai", top_p=known, **cuts, seed=seed, max_seq_len=sampler.max_seq_len
+        local,
+        name="openai",
+        top_p=known,
+        **cuts,
+        seed=seed,
+        max_seq_len=sampler.max_seq_len,
+        top_logprobs=top,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import os
 import threading
@@ -29,7 +30,7 @@ from rl_notebook.backends.base import (
 from ..local.engine import check_tokens
 from ..local.worker import Worker
 from ...task.chat import turn_ends
-from .completions import request_seed
+from .completions import request_seed, top_distribution
 from .wire import Secret, key_from_env
 from rl_notebook.backends.services.link import (
     ENCODINGS,
@@ -53,11 +54,13 @@ from rl_notebook.backends.services.link import (
     status_of,
 )
 from rl_notebook.core.types import (
+    MAX_TOP_LOGPROBS,
     BackendError,
     Completion,
     ConfigError,
     Logprobs,
     SampleParams,
+    TopLogprobs,
     needs,
 )
 from ...core.builtin import BUILTIN_LOSSES
@@ -440,9 +443,17 @@ async def request_samples(
     asked = types.SamplingParams(
         **options, top_k=params.top_k or -1, stop=stops(params, sampler.tokenizer)
     )
-    return await ask(
-        sampler, link, lambda c: c.sample(sdk.ModelInput.from_ints(list(prompt)), n, asked)
-    )
+    read = sdk.ModelInput.from_ints(list(prompt))
+    if not params.top_logprobs:
+        return await ask(sampler, link, lambda c: c.sample(read, n, asked))
+
+    def with_top(client: Any) -> Any:
+        if "topk_sample_logprobs" not in inspect.signature(client.sample).parameters:
+            fix = "Set top_logprobs=0, or install tinker 0.38 or newer."
+            raise BackendError("top_logprobs", where="the SDK", got="no such argument", fix=fix)
+        return client.sample(read, n, asked, topk_sample_logprobs=params.top_logprobs)
+
+    return await ask(sampler, link, with_top)
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #581e5561
 async def completion(
@@ -462,9 +473,23 @@ async def completion(
         if not sampler.raw_always:
             raw = (await prefilled(sampler, link, [*prompt, *tokens]))[len(prompt) - 1 :]
     text = sampler.tokenizer.decode(tokens, skip_special_tokens=True)
+    top = None
+    if params.top_logprobs:
+        kind = top_distribution(params, "raw" if sampler.raw_always else "unknown")
+        top = TopLogprobs.from_rows(top_of(sequence, len(tokens)), kind)
     return Completion(
-        np.array(prompt), np.array(tokens), raw, sampling, text, reason, version, params
+        np.array(prompt), np.array(tokens), raw, sampling, text, reason, version, params, None, top
     )
+
+
+def top_of(sequence: Any, count: int) -> list[list[tuple[int, float]]]:
+    "The likeliest (token id, logprob) pairs at the first `count` places of a sequence; raises `BackendError`."
+    rows = sequence.topk_logprobs
+    if rows is None or len(rows) < count:
+        got = "none" if rows is None else f"{len(rows)} lists"
+        fix = "Set top_logprobs=0: the service did not send what was asked for."
+        raise BackendError("top_logprobs", got=got, expected=f"{count} lists", fix=fix)
+    return [row or [] for row in rows[:count]]
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #90c15d03
 class TinkerSync:
@@ -652,6 +677,7 @@ async def open_tinker(
         lora_rank=lora_rank,
         max_seq_len=longest,
         builtin_losses=tuple(BUILTIN_LOSSES["tinker"]),
+        top_logprobs=MAX_TOP_LOGPROBS,
         **unsupported,
     )
     sync = TinkerSync(sampler, trainer)
