@@ -45,6 +45,7 @@ _HOMES = {
     "experiments.plan": "plan",
     "insight.xray": "measure_noise_floor xray",
     "insight.doctor.doctor": "diagnose",
+    "insight.why": "why",
     "experiments.trainers": "compare_trainers",
     "experiments.whatif": "reward_lab what_if",
     "experiments.fork": "fork",
@@ -114,6 +115,7 @@ if TYPE_CHECKING:
     from .experiments.whatif import what_if as what_if
     from .insight.xray import measure_noise_floor as measure_noise_floor
     from .insight.xray import xray as xray
+    from .insight.why import why as why
 
 _NAMES = sorted(name for names in _HOMES.values() for name in names.split())
 

@@ -50,6 +50,7 @@ def test_the_demo_ends_with_its_result(demo):
     assert [line.split()[1] for line in next_commands.splitlines()] == [
         "view",
         "show",
+        "why",
         "doctor",
         "export",
     ]

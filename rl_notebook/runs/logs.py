@@ -47,6 +47,7 @@ STEP_NAMES = (
     "_step",
 )
 CLOCKS = ("time", "_timestamp", "timestamp", "_runtime", "wall_time", "Wall time", "relative_time")
+WITHOUT_VALUES = frozenset((*STEP_NAMES, *CLOCKS))
 MAX_STEP = 2**53
 
 
@@ -161,7 +162,7 @@ def merged_steps(
             )
         kept = values.setdefault(step, {})
         for name, value in row.items():
-            if name not in STEP_NAMES and name not in CLOCKS:
+            if name not in WITHOUT_VALUES:
                 kept.setdefault(name, []).append(value)
     several = [step for step, kept in values.items() if _differ(kept, names)]
     if several:
@@ -169,7 +170,7 @@ def merged_steps(
             f"{len(several)} steps have several rows with other numbers (several processes or updates): their mean is taken"
         )
     merged = {
-        step: {name: _mean(numbers) for name, numbers in values[step].items()}
+        step: {name: _mean(numbers) for name, numbers in values.pop(step).items()}
         for step in sorted(values)
     }
     # of a step that has only times, nothing is known
@@ -180,7 +181,7 @@ def merged_steps(
 def _differ(kept: Mapping[str, Sequence[float]], names: NameTable) -> bool:
     "Whether a measured name has several numbers in a step."
     return any(
-        len({*numbers}) > 1
+        len(numbers) > 1 and len({*numbers}) > 1
         for name, numbers in kept.items()
         if names.ours.get(name, "") in MEASURED
     )
@@ -188,6 +189,8 @@ def _differ(kept: Mapping[str, Sequence[float]], names: NameTable) -> bool:
 
 def _mean(numbers: Sequence[float]) -> float:
     "The mean of the numbers that are finite; of none, the first."
+    if len(numbers) == 1:
+        return numbers[0]
     finite = [n for n in numbers if math.isfinite(n)]
     return math.fsum(finite) / len(finite) if finite else numbers[0]
 
@@ -290,7 +293,7 @@ def read_rows(rows: Sequence[Row], notes: Sequence[str] = ()) -> LogTable:
     extremes = dict[str, tuple[float, float]]()
     for row in rows:
         for name, value in row.items():
-            if name in STEP_NAMES or name in CLOCKS or not math.isfinite(value):
+            if name in WITHOUT_VALUES or not math.isfinite(value):
                 continue
             least, most = extremes.get(name, (value, value))
             extremes[name] = min(least, value), max(most, value)
