@@ -175,7 +175,8 @@ def in_turns(
             if not sides["ours"].there:
                 side.step(sides["ours"])
                 give_back_memory()
-            control.should_training_stop = sides["ours"].there and sides["TRL"].there
+            # TRL stops by itself after the most steps
+            control.should_training_stop |= sides["ours"].there and sides["TRL"].there
             print(
                 *(f"{name}: step {len(s.right)}, {sum(s.seconds):.0f} s, right {s.right[-1]:.2f}"
                   for name, s in sides.items()),
