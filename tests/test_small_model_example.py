@@ -9,6 +9,7 @@ import pytest
 
 import rl_notebook as rln
 from rl_notebook.recipes.rl_loop import load_problem, train
+from rl_notebook.runs.run import config_dict
 
 FOLDER = Path(__file__).parent.parent / "examples" / "small_model"
 
@@ -113,3 +114,13 @@ def test_held_out_sums_have_digits_that_no_other_row_has(sums):
 def test_sums_pay_for_the_number_and_for_running_sums(sums, text, exact, worked_out):
     assert sums.exact(text, "22") == exact
     assert sums.worked_out(text, [7, 4, 8, 3]) == pytest.approx(worked_out)
+
+
+def test_the_recorded_run_is_that_of_the_config_and_of_the_page():
+    run = rln.Run.open(FOLDER / "recorded" / "sums")
+    settings = config_dict(rln.Config.from_yaml(FOLDER / "sums.yaml"))
+    # a setting that came later is in the config alone
+    assert {k: v for k, v in run.config.items() if settings[k] != v} == {}
+    means = run.held_out().means().loc["rewards/exact"]
+    row = f"| 0 | {means['before']:.2g} ({means['before_low']:.2f} to {means['before_high']:.2f}) | {means['after']:.3g} ("
+    assert row in (FOLDER / "README.md").read_text()

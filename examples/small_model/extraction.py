@@ -14,6 +14,11 @@ HELD_OUT_ROWS = 200
 AGES = range(18, 90)
 
 
+def combine(starts: str, ends: str) -> list[str]:
+    "Every start with every end: names that the model has not met, so that it has to copy them."
+    return [start + end for start in starts.split() for end in ends.split()]
+
+
 @dataclass(frozen=True)
 class Parts:
     "What sentences are made of."
@@ -38,7 +43,18 @@ TRAINING = Parts(
         "Wojciech Ximena Yusuf Zainab Agnes Boris Camille Darius Eloise Fabio Gwen Hugo Irina "
         "Jasper Keiko Ludwig Marisol Nolan Orla Petra Rashid Simone Thora Umar Vikram Wanda "
         "Yelena Zoltan Astrid Benedikt Corinna Desmond Eugenie Florian Greta Hector Ines Jorge "
-        "Kasper Lucinda Matteo Noor Oona Percy Rowan Selma Teodor Viola Wilfred Zelda"
+        "Kasper Lucinda Matteo Noor Oona Percy Rowan Selma Teodor Viola Wilfred Zelda "
+        "Abel Adele Albert Alma Amelia Anton Arthur Audrey Barbara Bernard Bianca Bruno Cecilia Charles Clement "
+        "Cosima Cyril Dana Dolores Dominic Dora Edgar Edith Edmund Elena Emil Erica Ernest Estelle Ethan Eva "
+        "Flora Frank Frida Gabriel Gemma Gerald Gloria Gordon Harold Harriet Heidi Helen Herbert Holly Ian "
+        "Ida Isaac Ivy Jacob Jane Jasmine Joan Joel Judith Kate Kenneth Kirsten Lars Leah Leo Lily Linus "
+        "Louise Lucas Lydia Mabel Magnus Marcus Maria Max Melissa Milo Miriam Monica Nancy Naomi Nathan Nora "
+        "Olga Oliver Otto Pamela Patrick Pauline Philip Phoebe Raymond Rebecca Ruben Ruth Samuel Silvia "
+        "Sonia Stella Susan Tara Theresa Timothy Toby Ursel Vincent Virginia Walker Werner Yvonne"
+    )
+    + combine(
+        starts="Bel Cor Fi Gra Is Mar Or Qui Sha Ul Wen Zel",
+        ends="bert dan fred hild kin lene nora phie sane tha vin zo",
     ),
     cities=words(
         "London Paris Berlin Madrid Rome Vienna Dublin Boston Chicago Denver Seattle Toronto "
@@ -50,7 +66,18 @@ TRAINING = Parts(
         "Ipswich Juneau Kigali Lusaka Maputo Nantes Oxford Perth Rabat Sofia Tunis Uppsala "
         "Vilnius Wichita York Antwerp Bristol Calgary Doha Eugene Florence Glasgow Hobart "
         "Innsbruck Jeddah Karachi Lahore Mumbai Norwich Oulu Palermo Rotterdam Salzburg Toledo "
-        "Ulm Valencia Worcester"
+        "Ulm Valencia Worcester "
+        "Aberdeen Adelaide Albany Algiers Ankara Austin Baghdad Baltimore Bangalore Barcelona Bergen Bern "
+        "Bologna Bordeaux Bremen Brisbane Brussels Buffalo Cambridge Canberra Cardiff Casablanca Charlotte "
+        "Chester Cleveland Cologne Columbus Copenhagen Cork Damascus Darwin Derby Dortmund Dover Edinburgh "
+        "Frankfurt Gdansk Genoa Gothenburg Granada Hanover Hartford Hiroshima Kabul Kingston Leipzig "
+        "Liverpool Luxembourg Malaga Manchester Marseille Memphis Mexico Milan Minsk Monaco Nagoya Newcastle "
+        "Nuremberg Orlando Ottawa Panama Pittsburgh Plymouth Richmond Rostock Santiago Shanghai Sheffield "
+        "Singapore Stuttgart Tehran Trieste Tucson Valletta Venice Winnipeg Yokohama"
+    )
+    + combine(
+        starts="Bel Cran Ever Gold In Kings Mont Ost Quar Stan Up Wil",
+        ends="abad berg dale field ham jord lin nica port stad uz wick",
     ),
     sentences=(
         "{name} is {age} years old and lives in {city}.",
@@ -77,6 +104,18 @@ TRAINING = Parts(
         "At {age}, {name} is the youngest mayor that {city} ever had.",
         "There is no better cook in {city} than {name}, who is {age}.",
         "{name} runs a small hotel in {city} and feels younger than {age}.",
+        "What {city} will remember is how {name} sang at {age}.",
+        "Flying back to {city} was a joy for {name}, who had just turned {age}.",
+        "{city} chose {name}, {age}, as its first singing postman.",
+        "As {name} has moved away, {city} misses a baker of {age}.",
+        "Nurse {name}, {age} by now, keeps a boat near {city}.",
+        "For {age} years {city} has been all that {name} knows.",
+        "Even in {city} few people are as tall at {age} as {name} is.",
+        "The letter from {city} is signed: {name}, aged {age}.",
+        "A painter of {age}, {name}, bought the oldest house of {city}.",
+        "Before {name} came to {city}, no one there had run so fast at {age}.",
+        "With {age} candles {city} surprised its gardener, {name}.",
+        "{city} never saw a better swimmer than {name}, {age} years old.",
     ),
     orders=(
         ("name", "age", "city"),
