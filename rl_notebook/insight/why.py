@@ -879,7 +879,7 @@ class Why:
 
     @property
     def kind(self) -> str:
-        "`fault`; `expected`: nothing is wrong, and it is known why it looks so; or `nothing`: no fault was found."
+        "`fault`; without one `expected`, where the reward rises or what looks odd is right; or `nothing`."
         if self.faults:
             return "fault"
         return "expected" if self.expected or self.run.rises else "nothing"
@@ -918,19 +918,22 @@ class Why:
         "The verdict in one sentence."
         if self.faults:
             return self.faults[0].sentence
+        is_whole = not self.open and self.run.rises
+        found = "Nothing is wrong" if is_whole else "No fault was found"
+        texts = [self.reward_text] if self.reward_text else []
+        if self.open:
+            texts.append(f"not known: {', '.join(c.name for c in self.open)}")
+        return f"{found}: {'; '.join(texts)}" if texts else found
+
+    @property
+    def reward_text(self) -> str:
+        "What became of the reward; empty where it is not in the log."
         before, now, _ = self.run.change("reward")
-        learns = f"the reward rose from {short(before)} to {short(now)}" if self.run.rises else ""
-        if self.run.rose and not self.run.rises and not self.expected:
-            return (
-                f"No fault was found, and the reward has not risen in the second half: {short(now)}"
-            )
-        texts = [learns, *(f"{c.title[0].lower()}{c.title[1:]}: {c.text}" for c in self.expected)]
-        texts = [text for text in texts if text]
-        if texts:
-            return f"Nothing is wrong: {'; '.join(texts)}"
-        unknown = f". Not known: {', '.join(c.name for c in self.open)}" if self.open else ""
-        flat = f": the reward is {short(now)}" if math.isfinite(now) else ""
-        return f"No fault was found{flat}{unknown}"
+        if self.run.rises:
+            return f"the reward rose from {short(before)} to {short(now)}"
+        if self.run.rose:
+            return f"the reward rose from {short(before)} to {short(now)}, and no longer in the second half"
+        return f"the reward is {short(now)}" if math.isfinite(now) else ""
 
     @property
     def about(self) -> str:
@@ -960,9 +963,7 @@ class Why:
         parts = {
             "fix": fixes,
             "also": [c.sentence for c in self.evidence],
-            "looks odd, and is right": [f"{c.title}: {c.text}" for c in self.expected]
-            if self.faults
-            else [],
+            "looks odd, and is right": [f"{c.title}: {c.text}" for c in self.expected],
             "excluded": [f"{c.name}: {c.text}" for c in self.excluded],
             "not known": [f"{c.name}: {c.text}" for c in self.open],
             "what would settle it": [self.settle] if self.settle else [],
