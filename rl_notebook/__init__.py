@@ -45,7 +45,7 @@ _HOMES = {
     "experiments.plan": "plan",
     "insight.xray": "measure_noise_floor xray",
     "insight.doctor.doctor": "diagnose",
-    "insight.why": "why",
+    "insight.doctor.why": "why",
     "experiments.trainers": "compare_trainers",
     "experiments.whatif": "reward_lab what_if",
     "experiments.fork": "fork",
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from .task.data import load_rows as load_rows
     from .core.datums import datums_from_groups as datums_from_groups
     from .insight.doctor.doctor import diagnose as diagnose
+    from .insight.doctor.why import why as why
     from .loop.loop import GRPOLoop as GRPOLoop
     from .core.losses import make_loss_fn as make_loss_fn
     from .core.losses import register_loss as register_loss
@@ -115,7 +116,6 @@ if TYPE_CHECKING:
     from .experiments.whatif import what_if as what_if
     from .insight.xray import measure_noise_floor as measure_noise_floor
     from .insight.xray import xray as xray
-    from .insight.why import why as why
 
 _NAMES = sorted(name for names in _HOMES.values() for name in names.split())
 

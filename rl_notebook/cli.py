@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from rl_notebook.insight.doctor.doctor import Diagnosis
     from rl_notebook.insight.doctor.evidence import Evidence
-    from rl_notebook.insight.why import Why
+    from rl_notebook.insight.doctor.why import Why
     from rl_notebook.core.types import RolloutSample
     from rl_notebook.runs.records import StepRecord
     from rl_notebook.runs.run import Run
@@ -640,7 +640,7 @@ def run_why(args: Sequence[str]) -> int:  # exit code
     if options.watch and options.path == "-":
         fix = "Write the log into a file, and watch that."
         raise ConfigError("--watch", got="standard input", expected="a path", fix=fix)
-    from rl_notebook.insight.why import why
+    from rl_notebook.insight.doctor.why import why
 
     def read() -> Why:
         return why(Path(options.path), tokens=not options.metrics_only)

@@ -18,7 +18,7 @@ import pytest
 import rl_notebook as rln
 from rl_notebook.cli import main
 from rl_notebook.core.types import RecordError
-from rl_notebook.insight.why import QUESTIONS, Cause, why
+from rl_notebook.insight.doctor.why import QUESTIONS, Cause, why, words_of_trainer
 
 LOGS = Path(__file__).parent / "logs"
 HEALTHY = {
@@ -147,6 +147,13 @@ def test_the_fix_is_in_the_words_of_the_trainer():
     }
     verdict = why("\n".join(json.dumps({"step": i, **row}) for i in range(9)))
     assert verdict.verdict.fix.startswith("Raise data.max_response_length")
+    to_verl = words_of_trainer("verl")
+    assert (
+        to_verl("raise eps_clip_high or kl_beta")
+        == "raise actor_rollout_ref.actor.clip_ratio_high or actor_rollout_ref.actor.kl_loss_coef (with use_kl_loss)"
+    )
+    assert words_of_trainer("OpenRLHF")("widen eps_clip") == "widen --actor.eps_clip"
+    assert words_of_trainer("")("widen eps_clip") == "widen eps_clip"
 
 
 def test_a_trainer_of_transformers_keeps_its_log():
