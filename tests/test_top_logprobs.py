@@ -194,7 +194,7 @@ async def step_of(**settings):
     rows = rln.toy_rows(2)
     cfg = rln.Config(completions_per_prompt=3, max_completion_tokens=8, kl_beta=0, **settings)
     async with rln.open_local("tiny", reference=False) as backend:
-        rewards = [lambda completion: float(len(completion) % 3)]
+        rewards = [lambda completion: float(sum(map(ord, str(completion))) % 3)]
         loop = rln.GRPOLoop(backend, rows, rewards, cfg)
         return await loop.step()
 
@@ -221,6 +221,7 @@ def test_a_record_keeps_them_in_a_file_of_their_own(tmp_path):
         assert np.array_equal(with_top.logprobs, without.logprobs, equal_nan=True)
     assert all(s.top_logprobs is None for s in silent)
     again = read_record(tmp_path / "asked")
+    assert again.datums
     for before, after in zip(samples, (s for g in again.groups for s in g.samples), strict=True):
         assert is_mapped(after.top_logprobs.tokens)
         assert [*after.top_logprobs] == [*before.top_logprobs]

@@ -295,6 +295,8 @@ def backend_rules(c: Any) -> Iterator[str]:
         else not_default(c, "entropy_coeff", "entropy_target", "top_entropy_quantile")
     ):
         yield f"{name}: backend={quoted(c.backend)} computes no entropy. Leave it out or set backend='local'"
+    for name in () if c.trained_here else not_default(c, "keep_sampling_mask", "score_centering"):
+        yield f"{name}: backend={quoted(c.backend)} scores sampled tokens alone. Leave it out or set backend='local'"
     for name in () if c.trained_here else not_default(c, "min_p", "repetition_penalty"):
         yield f"{name}: backend={quoted(c.backend)} is not asked for it. Leave it out or set backend='local'"
     if c.trained_here and c.base_model.startswith("accounts/"):

@@ -457,6 +457,12 @@ def correction_rules(c: Any) -> Iterator[str]:
         yield f"entropy_target: got {c.entropy_target}, step {c.entropy_coeff_step}. Set both above 0, or no target"
     if c.entropy_target is None and not_default(c, "entropy_coeff_step"):
         yield "entropy_coeff_step: entropy_coeff is fixed. Set entropy_target or leave it out"
+    if c.top_logprobs == 0:
+        for name in not_default(c, "keep_sampling_mask", "score_centering"):
+            yield f"{name}: the sampler reports no other tokens. Set top_logprobs, such as 20"
+    cuts = not_default(c, "top_p", "top_k", "min_p")
+    if c.keep_sampling_mask and not cuts:
+        yield "keep_sampling_mask: nothing is cut off. Set top_p, top_k or min_p, or leave it out"
     if c.kl_metric and c.kl_beta > 0:
         yield f"kl_metric: the KL is measured anyway at kl_beta={c.kl_beta}. Leave it out"
     if c.grad_accumulation_normalization != "none" and c.aggregation != "sum":

@@ -69,7 +69,12 @@ def check_builtin_options(o: LossOptions) -> None:
     if o.tis != "off" and o.tis_anchor == "policy":
         why = "The correction is multiplied in before the policy's logprobs are known"
         fixes["tis_anchor"] = f"{why}. Set tis_anchor='old'"
-    for name in ("off_policy_mask_threshold", "top_entropy_quantile"):
+    for name in (
+        "off_policy_mask_threshold",
+        "top_entropy_quantile",
+        "keep_sampling_mask",
+        "score_centering",
+    ):
         if getattr(o, name) != getattr(LossOptions, name):
             fixes[name] = "It looks at the policy before anything is sent. Leave it out"
     drops = o.tis == "token" and o.tis_mode != "truncate"

@@ -85,6 +85,11 @@ class LossParams:
     # nats per token from which samples with negative advantage are left out; None = off
     off_policy_mask_threshold: Positive | None = None
     top_entropy_quantile: Share = 1.0  # share of tokens, by entropy, that the policy loss keeps
+    # score the policy on the tokens that the sampler kept at each place, as after top-p; needs
+    # `top_logprobs` for all of them
+    keep_sampling_mask: Bool = False
+    # subtract from each token's gradient its mean over the sampler's distribution; needs `top_logprobs`
+    score_centering: Bool = False
     # the ratio may fall to 1 - eps_clip; gmpo: to exp(-eps_clip)
     eps_clip: NotNegative | None = None
     # the ratio may rise to 1 + eps_clip_high; gmpo: to exp(eps_clip_high); None = eps_clip where
@@ -201,6 +206,15 @@ def _without_companion(o: LossParams) -> Iterator[LossError]:
             yield LossError(
                 name, got=getattr(o, name), expected="a correction with it: tis='token', say"
             )
+    if o.score_centering and loss != "grpo":
+        fix = "Leave it out or set policy_loss='grpo'."
+        expected = f"False: policy_loss={loss!r} is no score times a weight"
+        yield LossError("score_centering", got=True, expected=expected, fix=fix)
+    if o.score_centering and o.tis in ("sequence", "product"):
+        fix = "The mean over the sampler's tokens needs a weight for each of them."
+        yield LossError(
+            "score_centering", got=True, expected="tis='token' or 'off' with it", fix=fix
+        )
     if o.tis in ("sequence", "product") and loss == "vespo":
         fix = "It multiplies the weights of a sample's tokens itself."
         yield LossError("tis", got=o.tis, expected="'token' or 'off' for vespo", fix=fix)

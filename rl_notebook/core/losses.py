@@ -53,6 +53,10 @@ class ActiveTokens:
     lengths: Tensor  # (S,) active tokens of each sample
     entropy: Tensor | None = None  # (T,) of the policy, with its gradient
     group: Tensor | None = None  # (S,) long, which prompt each sample answers
+    # (T, k) the sampler's likeliest tokens: what it gave them, -inf where a token has fewer
+    top_sampler_logprobs: Tensor | None = None
+    # (T, k) and what the policy gives them, with its gradient
+    top_policy_logprobs: Tensor | None = None
 
     def sum_per_sample(self, x: Tensor) -> Tensor:  # (S,)
         "Sum of a (T,) series over the active tokens of each sample."
@@ -382,6 +386,16 @@ class LossOptions(LossParams):
             or self.requires_series("entropy")
         )
 
+    @property
+    def needs_top(self) -> bool:
+        "Whether the policy's logprobs of the sampler's likeliest tokens enter the loss."
+        return (
+            self.keep_sampling_mask
+            or self.score_centering
+            or self.requires_series("top_policy_logprobs")
+            or self.requires_series("top_sampler_logprobs")
+        )
+
     def requires_series(self, series: str) -> bool:
         "Whether a custom loss requires this series; False before it is imported."
         if self.policy_loss in SURROGATE_PARAMS or self.policy_loss not in POLICY_LOSSES:
@@ -435,7 +449,11 @@ def tis_weights(tokens: ActiveTokens, options: LossOptions) -> Tensor:  # (T,)
     "The correction that multiplies the policy loss; ones when it is off."
     if options.tis == "off":
         return torch.ones_like(tokens.old_logprobs)
-    raw = raw_tis_weights(tokens, options)
+    return limited_weight(raw_tis_weights(tokens, options), options)
+
+
+def limited_weight(raw: Tensor, options: LossOptions) -> Tensor:
+    "What is left of importance weights of any shape after cap, floor, mask and IcePop."
     weight = torch.clamp(raw, options.tis_floor, options.tis_cap)
     left_out = (
         raw != weight if options.tis_mode != "truncate" else torch.zeros_like(raw, dtype=torch.bool)
@@ -462,6 +480,47 @@ def kept_tokens(
         entropy = tokens.entropy.detach()
         kept = kept * (entropy >= torch.quantile(entropy, 1 - options.top_entropy_quantile))
     return kept
+
+# %% ../../nbs/core/09_losses.ipynb #90ec7406
+def on_kept_tokens(tokens: ActiveTokens, options: LossOptions) -> ActiveTokens:
+    """The tokens scored on what the sampler kept of each distribution; the old policy is the current one, without gradient.
+
+    Source: Keep Sampling Mask, in DeepSeek-V3.2 (arXiv:2512.02556)."""
+    assert tokens.top_policy_logprobs is not None and tokens.top_sampler_logprobs is not None
+    is_kept = torch.isfinite(tokens.top_sampler_logprobs)
+    kept = torch.where(is_kept, tokens.top_policy_logprobs, -torch.inf)
+    mass = torch.logsumexp(kept, -1)
+    policy = tokens.policy_logprobs - mass
+    old = tokens.old_logprobs if options.anchor == "rollout" else policy.detach()
+    return replace(
+        tokens,
+        policy_logprobs=policy,
+        old_logprobs=old,
+        top_policy_logprobs=tokens.top_policy_logprobs - mass[:, None],
+    )
+
+# %% ../../nbs/core/09_losses.ipynb #79321e55
+MIN_TAIL = 1e-6  # probability outside of the recorded tokens, below which there is none
+
+
+def mean_score(tokens: ActiveTokens, options: LossOptions) -> Tensor:  # (T,)
+    """Sum of c_v p(v): its gradient is the mean of the sampler's weighted scores, as far as its likeliest tokens tell.
+
+    Source: score centering (arXiv:2609.20807), with a tail in proportion to the policy."""
+    assert tokens.top_policy_logprobs is not None and tokens.top_sampler_logprobs is not None
+    known = torch.isfinite(tokens.top_sampler_logprobs)
+    head = torch.where(known, tokens.top_policy_logprobs, 0.0)
+    policy = torch.where(known, head.detach().exp(), 0.0)
+    sampler = tokens.top_sampler_logprobs.exp()
+    outside = [(1 - part.sum(-1)).clamp(min=MIN_TAIL) for part in (sampler, policy)]
+    tail = (outside[0] / outside[1])[:, None]
+    if options.tis == "off":
+        share = sampler - tail * policy
+    else:
+        ratio = torch.where(known, policy / sampler, 1.0)
+        share = sampler * limited_weight(ratio, options)
+        share = share - tail * limited_weight(1 / tail, options) * policy
+    return (torch.where(known, share, 0.0) * head).sum(-1)
 
 # %% ../../nbs/core/09_losses.ipynb #8b06b292
 def natural_denominator(lengths: Sequence[int], groups: Sequence[int], aggregation: str) -> float:
@@ -504,6 +563,69 @@ def _flat(datums: Sequence[Datum], name: str, required: bool) -> np.ndarray | No
     ]
     return np.concatenate(series) if series else np.zeros(0)
 
+# %% ../../nbs/core/09_losses.ipynb #15c992dd
+MIN_KEPT_MASS = 0.999  # of the sampler's distribution, that recorded tokens have where they are all that it kept
+
+
+def _top_of(datums: Sequence[Datum], options: LossOptions) -> np.ndarray | None:
+    "(T, k) sampler logprobs of its likeliest tokens at active positions, -inf where there are fewer; None if not needed."
+    if not options.needs_top:
+        return None
+    width = max((d.top_logprobs.tokens.shape[1] for d in datums if d.top_logprobs), default=0)
+    parts = []
+    for d in datums:
+        top = d.top_logprobs
+        if top is None or not top.sampled[d.active].all():
+            fix = "Sample with top_logprobs, as Config(top_logprobs=20)."
+            raise LossError(
+                "top_logprobs",
+                where=d.where,
+                got="none",
+                expected="some at every trained token",
+                fix=fix,
+            )
+        if top.distribution != "sampling":
+            fix = "Sample at temperature 1 with nothing cut off, or from a server that reports processed logprobs."
+            got = f"those of a distribution that is {top.distribution}"
+            raise LossError(
+                "top_logprobs",
+                where=d.where,
+                got=got,
+                expected="those of the distribution sampled from",
+                fix=fix,
+            )
+        wide = np.full((len(d.weights), width), -np.inf)
+        wide[top.sampled, : top.tokens.shape[1]] = np.nan_to_num(top.logprobs, nan=-np.inf)
+        if options.keep_sampling_mask:
+            _check_kept(d, wide)
+        parts.append(wide[d.active])
+    return np.concatenate(parts)
+
+
+def _check_kept(datum: Datum, logprobs: np.ndarray) -> None:
+    "Raise `LossError` where the recorded tokens, with these (N-1, k) logprobs, are not all that the sampler kept."
+    mass = np.exp(logprobs).sum(1)
+    bad = np.flatnonzero(datum.active & (mass < MIN_KEPT_MASS))
+    if len(bad):
+        got = f"tokens with {mass[bad[0]]:.3f} of the sampler's distribution at target {bad[0]}"
+        fix = "Raise top_logprobs, or set top_k to no more than it."
+        raise LossError(
+            "keep_sampling_mask", where=datum.where, got=got, expected="all that it kept", fix=fix
+        )
+    top = datum.top_logprobs
+    assert top is not None
+    places = np.flatnonzero(top.sampled)
+    found = (top.tokens == datum.target_tokens[places, None]).any(1)
+    lost = places[~found & datum.active[places]]
+    if len(lost):
+        got = f"no token {datum.target_tokens[lost[0]]} among them at target {lost[0]}"
+        raise LossError(
+            "keep_sampling_mask",
+            where=datum.where,
+            got=got,
+            expected="the sampled token among those kept",
+        )
+
 # %% ../../nbs/core/09_losses.ipynb #7a507abe
 def _check_weights_are_binary(datums: Sequence[Datum]) -> None:
     "Raise `LossError` for a weight that is neither 0 nor 1."
@@ -537,7 +659,19 @@ class SideData:
             ),
             "sampler_logprobs": _flat(datums, "sampler_logprobs", options.needs_sampler),
             "ref_logprobs": _flat(datums, "ref_logprobs", options.needs_ref),
+            "top_sampler_logprobs": _top_of(datums, options),
         }
+        weighted_by_old = options.tis != "off" and options.tis_anchor == "old"
+        known_old = self.arrays["old_logprobs"] is not None and not by_rollout
+        if known_old and (
+            options.keep_sampling_mask or (options.score_centering and weighted_by_old)
+        ):
+            name = "keep_sampling_mask" if options.keep_sampling_mask else "score_centering"
+            fix = "Make one update per batch, set anchor='rollout', or tis_anchor='policy' with score_centering."
+            expected = "none: of the old policy, the sampled tokens alone are known"
+            raise LossError(
+                name, where=self.where[0], got="old_logprobs", expected=expected, fix=fix
+            )
         by_reward = np.concatenate(
             [np.broadcast_to(d.advantage, d.weights.shape)[d.active] for d in datums]
         )
@@ -580,6 +714,19 @@ class SideData:
                 "entropy of the policy", got=got, expected="that of every trained token", fix=fix
             )
         return torch.cat(known)
+
+    def with_top(self, top: Sequence[Tensor] | None) -> Tensor:  # (T, k)
+        "The policy's logprobs of the sampler's likeliest tokens at active positions; raises `LossError` where not known."
+        if not top:
+            fix = "Leave keep_sampling_mask and score_centering out, or train with a backend that computes them: 'local'."
+            expected = "one per token and place"
+            raise LossError(
+                "policy logprobs of the sampler's likeliest tokens",
+                got="none",
+                expected=expected,
+                fix=fix,
+            )
+        return torch.cat([x[ix.to(x.device)] for x, ix in zip(top, self.active, strict=True)])
 
     def _check(self, policy_logprobs: Sequence[Tensor]) -> None:
         got = [len(x) for x in policy_logprobs]
@@ -825,16 +972,18 @@ def _own_terms(
 # %% ../../nbs/core/09_losses.ipynb #df936ba9
 def loss_terms(tokens: ActiveTokens, options: LossOptions) -> tuple[Tensor, Tensor]:  # (T,), (T,)
     "Per-token policy loss with its correction, and the KL term already times beta."
-    surrogate = policy_loss_fn(options)(
-        tokens, tis_weights(tokens, options), options
-    ) * kept_tokens(tokens, options)
+    scored = on_kept_tokens(tokens, options) if options.keep_sampling_mask else tokens
+    surrogate = policy_loss_fn(options)(scored, tis_weights(scored, options), options)
+    if options.score_centering:
+        surrogate = surrogate + scored.advantages * mean_score(scored, options)
+    surrogate = surrogate * kept_tokens(scored, options)
     if options.kl_beta == 0 or tokens.ref_logprobs is None:
         return surrogate, torch.zeros_like(surrogate)
     kl = KL_ESTIMATORS[options.kl_estimator](tokens.policy_logprobs, tokens.ref_logprobs)
     if options.kl_bias_correction:
-        gap = log_ratio(tokens, None)
+        gap = log_ratio(scored, None)
         if options.policy_loss in SEQUENCE_RATIO:
-            mean = tokens.mean_per_sample(tokens.policy_logprobs - tokens.old_logprobs)[
+            mean = tokens.mean_per_sample(scored.policy_logprobs - scored.old_logprobs)[
                 tokens.sample
             ]
             gap = torch.clamp(mean, max=options.param("seq_ratio_log_cap"))
@@ -845,11 +994,18 @@ def loss_terms(tokens: ActiveTokens, options: LossOptions) -> tuple[Tensor, Tens
 LossFn = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]
 # a loss with this mark takes (N-1,) entropies as well, as third argument
 READS_ENTROPY = "reads_entropy"
+# a loss with this mark takes (N-1, k) logprobs of the sampler's likeliest tokens, as `top_policy_logprobs`
+READS_TOP = "reads_top"
 
 
 def reads_entropy(loss_fn: Callable[..., Any]) -> bool:
     "Whether a loss is called with the entropies of the policy as well as its logprobs."
     return bool(getattr(loss_fn, READS_ENTROPY, False))
+
+
+def reads_top(loss_fn: Callable[..., Any]) -> bool:
+    "Whether a loss is called with the policy's logprobs of the sampler's likeliest tokens as well."
+    return bool(getattr(loss_fn, READS_TOP, False))
 
 # %% ../../nbs/core/09_losses.ipynb #167550a5
 def make_loss_fn(
@@ -870,8 +1026,12 @@ def make_loss_fn(
         _datums: Sequence[Any],
         policy_logprobs: Sequence[Tensor],
         entropies: Sequence[Tensor] | None = None,
+        top_policy_logprobs: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         tokens = side.with_policy(policy_logprobs)
+        if chosen.needs_top:
+            top = side.with_top(top_policy_logprobs).to(tokens.policy_logprobs)
+            tokens = replace(tokens, top_policy_logprobs=top)
         tokens = (
             replace(tokens, entropy=side.with_entropy(entropies))
             if chosen.needs_entropy
@@ -883,6 +1043,7 @@ def make_loss_fn(
         return loss, {"loss": loss.item(), **loss_metrics(tokens, chosen, denominator)}
 
     setattr(loss_fn, READS_ENTROPY, chosen.needs_entropy)
+    setattr(loss_fn, READS_TOP, chosen.needs_top)
     return loss_fn
 
 # %% ../../nbs/core/09_losses.ipynb #1137e724
@@ -891,6 +1052,10 @@ def loss_metrics(
 ) -> dict[str, float]:
     "What the loss saw: counts, ratios, clipping, KL, correction, and who moved the policy."
     leaf = replace(tokens, policy_logprobs=tokens.policy_logprobs.detach())
+    if leaf.top_policy_logprobs is not None:
+        leaf = replace(leaf, top_policy_logprobs=leaf.top_policy_logprobs.detach())
+    whole = leaf
+    leaf = on_kept_tokens(leaf, options) if options.keep_sampling_mask else leaf
     kept = kept_tokens(leaf, options)
     out = {
         "num_loss_tokens": float(len(tokens.policy_logprobs)),
@@ -901,7 +1066,7 @@ def loss_metrics(
     out |= _ratio_metrics(leaf, options) | _gradient_shares(tokens, options, denominator)
     if tokens.ref_logprobs is not None:
         for k, name in (("k1", "kl/k1"), ("k3", "kl/k3"), (options.kl_estimator, "kl")):
-            out[name] = KL_ESTIMATORS[k](leaf.policy_logprobs, tokens.ref_logprobs).mean().item()
+            out[name] = KL_ESTIMATORS[k](whole.policy_logprobs, tokens.ref_logprobs).mean().item()
     if tokens.sampler_logprobs is not None:
         out |= _sampler_metrics(leaf, options)
     if isinstance(kept, Tensor):
@@ -970,6 +1135,8 @@ def _gradient_shares(
     "Shares of the sum of |dL/dp|: of tokens with positive advantage, and of the KL term."
     with torch.enable_grad():
         leaf = replace(tokens, policy_logprobs=tokens.policy_logprobs.detach().requires_grad_())
+        if leaf.top_policy_logprobs is not None:
+            leaf = replace(leaf, top_policy_logprobs=leaf.top_policy_logprobs.detach())
         surrogate, kl = loss_terms(leaf, options)
         p = leaf.policy_logprobs
         by_policy = torch.autograd.grad(

@@ -398,6 +398,8 @@ class Logprobs:
     dtype: str = "float32"  # precision of the forward pass
     # nats, of the distribution at each place, shaped as `values`; None = not known
     entropy: np.ndarray | None = None
+    # (len(values), k) of the sampler's likeliest tokens at each place, see `Datum.top_logprobs`
+    top: np.ndarray | None = field(default=None, repr=False)
 
     def __post_init__(self):
         _freeze(self, values=np.float64, entropy=np.float64)

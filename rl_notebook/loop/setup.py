@@ -108,6 +108,7 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
     is_taught = getattr(reference, "is_teacher", False)
     needs_entropy = bool(cfg.entropy_coeff or cfg.entropy_target)
     no_entropy = f"{can.name} computes no entropy of the policy."
+    no_top = f"{can.name} scores the policy at the sampled tokens alone."
     scales = f"none of {', '.join(BATCH_SCALES)} with min_samples_per_fwd_bwd"
     table = (  # setting, whether it is wrong, its value, what is expected, fix
         ("temperature", cfg.temperature not in (can.policy_temperature, 0.0), cfg.temperature,
@@ -119,6 +120,8 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
          "False", f"{can.name} was opened without it: pass router_replay=True, or leave it out."),
         ("top_logprobs", cfg.top_logprobs > can.top_logprobs, cfg.top_logprobs,
          f"{can.top_logprobs} at most", f"{can.name} reports no more of the likeliest tokens."),
+        ("keep_sampling_mask", cfg.keep_sampling_mask and not can.scores_top, True, "False", no_top),
+        ("score_centering", cfg.score_centering and not can.scores_top, True, "False", no_top),
         ("top_entropy_quantile", cfg.top_entropy_quantile < 1 and not can.entropy, cfg.top_entropy_quantile,
          "1", no_entropy),
         ("entropy_coeff", needs_entropy and not can.entropy, cfg.entropy_coeff,

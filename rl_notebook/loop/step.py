@@ -50,6 +50,7 @@ from rl_notebook.core.losses import (
     make_loss_fn,
     natural_denominator,
     reads_entropy,
+    reads_top,
 )
 from ..task.rewards import graded, score
 from rl_notebook.loop.rollouts import (
@@ -305,7 +306,11 @@ def evaluate_loss(
         if reads_entropy(loss_fn) and all(h is not None for h in known)
         else []
     )
-    loss, metrics = loss_fn(datums, leaves, *entropy_args)
+    tops = [lp.top for lp in policy_logprobs]
+    top_kwargs: dict[str, Any] = {}
+    if reads_top(loss_fn) and all(top is not None for top in tops):
+        top_kwargs["top_policy_logprobs"] = [torch.tensor(top) for top in tops]
+    loss, metrics = loss_fn(datums, leaves, *entropy_args, **top_kwargs)
     loss.backward()
     grads = [np.zeros(len(p)) if p.grad is None else p.grad.numpy() for p in leaves]
     return LossOutput(loss.item(), metrics, tuple(policy_logprobs), tuple(grads))

@@ -446,7 +446,7 @@ def _group_json(group: PromptGroup) -> dict[str, Any]:
 def _loss_json(loss: LossOutput) -> dict[str, Any]:
     "A loss output without its arrays; each logprob series keeps its provenance."
     provenance = [
-        _plain_fields(lp, ("values", "entropy"), f"logprobs {i}")
+        _plain_fields(lp, ("values", "entropy", "top"), f"logprobs {i}")
         for i, lp in enumerate(loss.logprobs)
     ]
     return _plain_fields(loss, ("logprobs", "dlogprobs"), "loss") | {"logprobs": provenance}

@@ -61,11 +61,11 @@ def fill_entropy(entropy: Tensor, logprobs: Tensor) -> None:
 def pick_logprobs(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, entropy: Tensor | None = None
 ) -> Tensor:
-    "(M,) log-probabilities of `targets` (M,) from logits (M, V); fills `entropy` (M,) with that of each row."
+    "Log-probabilities of `targets`, (M,) or (M, K), from logits (M, V); fills `entropy` (M,) with that of each row."
     logprobs = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
     if entropy is not None:
         fill_entropy(entropy, logprobs)
-    return logprobs.gather(-1, targets[:, None]).squeeze(-1)
+    return logprobs.gather(-1, targets.view(len(targets), -1)).view(targets.shape)
 
 # %% ../../../nbs/backends/local/04_model.ipynb #7dc8fd27
 def d_logits(
@@ -78,7 +78,9 @@ def d_logits(
 ) -> Tensor:
     "(M, V) derivatives by the logits of sum(d_logprobs * logprobs), and of sum(d_entropies * entropies)."
     logits = logits if temperature == 1 else logits / temperature
-    scale = (d_logprobs / temperature)[:, None]
+    ids = targets.view(len(targets), -1)
+    each = (d_logprobs / temperature).view(ids.shape)
+    scale = each.sum(1, keepdim=True)
     if d_entropies is None or entropies is None:
         result = logits.softmax(-1).mul_(-scale)
     else:
@@ -87,7 +89,7 @@ def d_logits(
         slopes = logprobs.clamp(min=-1e4).add_(entropies[:, None])
         slopes.mul_((d_entropies / temperature)[:, None]).add_(scale)
         result = logprobs.exp_().mul_(slopes).neg_()
-    return result.scatter_add_(1, targets[:, None], scale)
+    return result.scatter_add_(1, ids, each)
 
 
 def add_each(sums: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
@@ -164,7 +166,7 @@ def head_logprobs(
     entropy: bool = False,
     with_entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    "(M,) logprobs of `targets` from features (M, D), or logits without a head, and (M,) entropies; differentiable."
+    "Logprobs of `targets`, (M,) or (M, K), from features (M, D) or, without a head, logits; and (M,) entropies."
     width = features.shape[-1] if head is None else int(getattr(head, "out_features", 2**16))
     head = nn.Identity() if head is None else head
     rows = rows_at_once(features, width, chunk)
@@ -172,6 +174,7 @@ def head_logprobs(
     # a derivative by the features that is smaller than logits
     small = features.requires_grad and features.shape[-1] < width
     at_once = torch.is_grad_enabled() and small and not weights and not with_entropy_grad
+    at_once = at_once and targets.ndim == 1
     wanted = entropy or with_entropy_grad, with_entropy_grad
     logprobs, entropies = _HeadLogprobs.apply(  # type: ignore[misc]
         features, targets, head, temperature, rows, wanted, at_once, *weights
@@ -327,7 +330,7 @@ class CausalModel:
         entropy: bool = False,
         with_entropy_grad: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        "(M,) logprobs of `targets` (M,) from features (M, D), and entropies (M,) if asked for, differentiable."
+        "Logprobs of `targets`, (M,) or (M, K), from features (M, D), and entropies (M,) if asked for, differentiable."
         return head_logprobs(
             features,
             targets,

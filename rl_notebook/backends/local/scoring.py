@@ -146,7 +146,7 @@ class Scoring:
     def with_provenance(
         self, logprobs: Sequence[Tensor], entropies: Sequence[Tensor] | None = None
     ) -> list[Logprobs]:
-        "Logprobs, and entropies where there are any, with their provenance."
+        "Logprobs, (N-1,) or (N-1, 1 + k) with the sampler's likeliest tokens, and entropies, with their provenance."
         dtype = str(self.causal.dtype).removeprefix("torch.")
         provenance: Any = {
             "source": self.source,
@@ -154,10 +154,13 @@ class Scoring:
             "temperature": self.temperature,
         }
         pairs = zip(logprobs, entropies or [None] * len(logprobs), strict=True)
-        return [
-            Logprobs(array(s), **provenance, dtype=dtype, entropy=None if h is None else array(h))
-            for s, h in pairs
-        ]
+        made = []
+        for s, h in pairs:
+            top = array(s[:, 1:]) if s.ndim > 1 else None
+            values = array(s if s.ndim == 1 else s[:, 0])
+            entropy = None if h is None else array(h)
+            made.append(Logprobs(values, **provenance, dtype=dtype, entropy=entropy, top=top))
+        return made
 
     def reading(self, batch: Batch) -> AbstractContextManager[None]:
         "The model reads the batch's tree, or takes the experts that its datums name; raises `AlignmentError`."
@@ -171,14 +174,18 @@ class Scoring:
         return replaying(self.routers, sent(chosen, self.causal.device).flatten(0, 1))
 
     def forward(
-        self, batch: Batch, entropy: bool = False, with_entropy_grad: bool = False
+        self, batch: Batch, entropy: bool = False, with_entropy_grad: bool = False, top: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        "(M,) logprobs of all scored positions, datum after datum, and entropies, `with_entropy_grad` with a gradient."
+        """(M,) logprobs of all scored positions, datum after datum, and entropies, `with_entropy_grad` with a gradient.
+
+        With `top`, (M, 1 + top): after each target that many of the sampler's likeliest tokens, id 0 where there are fewer.
+        """
         causal = self.causal
         datums = batch.datums
         tree = batch.tree
         scored = [self.scored(d) for d in datums]
-        targets = np.concatenate([d.target_tokens[s] for d, s in zip(datums, scored, strict=True)])
+        ids = [_with_top(d, top) if top else d.target_tokens for d in datums]
+        targets = np.concatenate([i[s] for i, s in zip(ids, scored, strict=True)])
         width = max(len(s) for s in scored)
         place = np.arange(len(datums) * width).reshape(-1, width) if tree is None else tree.place
         where = np.concatenate([at[: len(s)][s] for at, s in zip(place, scored, strict=True)])
@@ -191,9 +198,10 @@ class Scoring:
                 features = causal.features(tree.ids, tree.positions)[0]
         self.meter.datums_scored += len(datums)
         options = (self.temperature, entropy, with_entropy_grad)
-        if tree is None:
+        if tree is None or top:
             at, ids = (sent(x, causal.device) for x in (where, targets))
-            return causal.logprobs(features[at], ids, *options)
+            chosen = features[at] if tree is None else F.embedding(at, features)
+            return causal.logprobs(chosen, ids, *options)
         once, back = np.unique(where * causal.vocab_size + targets, return_inverse=True)
         places, ids, back = (
             sent(x, causal.device) for x in (*divmod(once, causal.vocab_size), back)
@@ -205,14 +213,29 @@ class Scoring:
         return logprobs, entropies  # type: ignore[return-value]
 
 # %% ../../../nbs/backends/local/06_scoring.ipynb #2a757cf9
+def _with_top(datum: Datum, top: int) -> np.ndarray:  # (N-1, 1 + top)
+    "The target and the sampler's likeliest tokens at each position, id 0 where there are fewer."
+    ids = np.zeros((len(datum.weights), 1 + top), dtype=np.int64)
+    ids[:, 0] = datum.target_tokens
+    if datum.top_logprobs is not None:
+        likeliest = datum.top_logprobs.tokens
+        ids[datum.top_logprobs.sampled, 1 : 1 + likeliest.shape[1]] = np.maximum(likeliest, 0)
+    return ids
+
+
+def top_width(datums: Sequence[Datum]) -> int:
+    "The most of the sampler's likeliest tokens that a datum has at one place."
+    return max((d.top_logprobs.tokens.shape[1] for d in datums if d.top_logprobs), default=0)
+
+
 def per_datum(
     scoring: Scoring, datums: Sequence[Datum], batches: list[Batch], flats: Sequence[Any]
 ) -> list[Tensor]:
-    "One (N-1,) tensor per datum on the CPU, NaN where not scored, from the flat values of each batch."
+    "One tensor of N-1 rows per datum on the CPU, NaN where not scored, from the flat values of each batch."
     together = [d for batch in batches for d in batch.datums]
     scored = torch.from_numpy(np.concatenate([scoring.scored(d) for d in together]))
     values = torch.cat([flat.detach() for flat in flats]).cpu()
-    whole = values.new_full(scored.shape, torch.nan)
+    whole = values.new_full((len(scored), *values.shape[1:]), torch.nan)
     whole[scored] = values
     rows = [i for batch in batches for i in batch.rows]
     series = dict(zip(rows, whole.split([len(d.weights) for d in together]), strict=True))
@@ -239,7 +262,7 @@ def score(scoring: Scoring, datums: Sequence[Datum], entropy: bool = False) -> l
     batches = scoring.batches(datums)
     note_pass(scoring, "scoring", batches)
     with torch.no_grad(), scoring.meter.timed("scoring"):
-        outputs = [scoring.forward(batch, entropy) for batch in batches]
+        outputs = [scoring.forward(batch, entropy, top=top_width(datums)) for batch in batches]
         synchronize(scoring.causal.device)
     each = zip(*outputs, strict=True) if entropy else [[logprobs for logprobs, _ in outputs]]
     return scoring.with_provenance(
@@ -271,9 +294,13 @@ def loss_and_dlogprobs(
     loss_fn: LossFn,
     prompt_logprobs: bool = False,
     entropies: Any = (),
+    top: Any = (),
 ) -> tuple[float, dict[str, float], list[np.ndarray]]:
-    "Loss, metrics, dL/dlogprob (N-1,) of leaves; `entropies` keep their derivatives as `.grad`; raises `LossError`."
-    loss, metrics = loss_fn(datums, series, *([entropies] if entropies else []))
+    """Loss, metrics, dL/dlogprob (N-1,) of leaves; raises `LossError`.
+
+    `entropies`, and the logprobs of the sampler's likeliest tokens, `top`, keep their derivatives as `.grad`."""
+    more: dict[str, Any] = {"top_policy_logprobs": top} if top else {}
+    loss, metrics = loss_fn(datums, series, *([entropies] if entropies else []), **more)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise LossError(
             "loss",
@@ -282,15 +309,15 @@ def loss_and_dlogprobs(
         )
     if not loss.isfinite().all():
         raise not_finite(datums, series, prompt_logprobs, "loss", loss.item())
-    leaves = [*series, *entropies]
+    leaves = [*series, *entropies, *top]
     gradients = (
         torch.autograd.grad(loss, leaves, allow_unused=True)
         if loss.requires_grad
         else [None] * len(leaves)
     )
     dlogprobs = gradients[: len(series)]
-    for h, dentropy in zip(entropies, gradients[len(series) :], strict=True):
-        h.grad = dentropy
+    for leaf, gradient in zip([*entropies, *top], gradients[len(series) :], strict=True):
+        leaf.grad = gradient
     results = []
     for d, dlogprob in zip(datums, dlogprobs, strict=True):
         if dlogprob is None:

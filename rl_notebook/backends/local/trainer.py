@@ -60,10 +60,11 @@ from rl_notebook.backends.local.scoring import (
     note_pass,
     per_datum,
     score,
+    top_width,
 )
 from .worker import Worker, worker_threads
 from ..work import synchronize
-from ...core.losses import reads_entropy
+from ...core.losses import reads_entropy, reads_top
 from ...core.files import new_folder
 from rl_notebook.core.types import (
     MAX_TOP_LOGPROBS,
@@ -92,6 +93,19 @@ class Graph:
     datums: list[Datum]
     # (M,) logprobs and entropies; None = not computed yet
     passes: deque[tuple[Batch, Tensor | None, Tensor | None]]
+
+
+@dataclass(frozen=True, eq=False)
+class SideGradients:
+    "Derivatives of a loss by what it reads besides the logprobs of the targets, one array per datum; empty = not read."
+
+    entropies: list[np.ndarray] = field(default_factory=list)  # (N-1,)
+    top: list[np.ndarray] = field(default_factory=list)  # (N-1, k) the sampler's likeliest tokens
+
+
+def gradient_of(leaf: Tensor) -> np.ndarray:
+    "The derivative that a leaf has kept; 0 where it has none."
+    return array(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.nan_to_num())
 
 
 @dataclass(eq=False)
@@ -134,26 +148,28 @@ class PolicyState:
 
     def evaluate(
         self, datums: Sequence[Datum], loss_fn: LossFn
-    ) -> tuple[LossOutput, list[np.ndarray]]:
-        "Forward and loss, and dL/dentropy (N-1,) where the loss reads entropies; no gradient reaches the weights."
+    ) -> tuple[LossOutput, SideGradients]:
+        "Forward and loss, and its derivatives by what else the loss reads; no gradient reaches the weights."
         scoring = self.scoring
         with_entropy_grad = reads_entropy(loss_fn)
+        top = top_width(datums) if reads_top(loss_fn) else 0
         self.graph = None
         scoring.check(datums)
         batches = scoring.batches(datums)
         keep = sum(b.weight for b in batches) <= scoring.tokens_per_batch
         note_pass(scoring, "training", batches)
         with torch.set_grad_enabled(keep), scoring.meter.timed("training"):
-            outputs = [scoring.forward(batch, True, with_entropy_grad) for batch in batches]
+            outputs = [scoring.forward(batch, True, with_entropy_grad, top) for batch in batches]
             synchronize(scoring.causal.device)
         logprobs, entropies = (
             per_datum(scoring, datums, batches, flats) for flats in zip(*outputs, strict=True)
         )
-        leaves = [s.requires_grad_() for s in logprobs]
+        likeliest = [s[:, 1:].clone().requires_grad_() for s in logprobs] if top else []
+        leaves = [(s[:, 0].clone() if top else s).requires_grad_() for s in logprobs]
         read = [h.requires_grad_() for h in entropies] if with_entropy_grad else []
         with torch.enable_grad():
             value, metrics, dlogprobs = loss_and_dlogprobs(
-                datums, leaves, loss_fn, scoring.prompt_logprobs, read
+                datums, leaves, loss_fn, scoring.prompt_logprobs, read, likeliest
             )
         if keep:
             passes = [
@@ -163,19 +179,19 @@ class PolicyState:
             self.graph = Graph(list(datums), deque(passes))
         saved = sum(sum(len(d.weights) for d in b.datums) - b.tokens for b in batches if b.tree)
         metrics["perf/prefix_tokens_saved"] = float(saved)
-        dentropies = [
-            array(torch.zeros_like(h) if h.grad is None else h.grad.nan_to_num()) for h in read
-        ]
+        side = SideGradients(*([gradient_of(leaf) for leaf in part] for part in (read, likeliest)))
         policy_logprobs = tuple(scoring.with_provenance(logprobs, entropies))
-        return LossOutput(value, metrics, policy_logprobs, tuple(dlogprobs)), dentropies
+        return LossOutput(value, metrics, policy_logprobs, tuple(dlogprobs)), side
 
     def backpropagate(
         self,
         datums: Sequence[Datum],
         dlogprobs: Sequence[np.ndarray],
-        dentropies: Sequence[np.ndarray] = (),
+        side: SideGradients | None = None,
     ) -> None:
-        "Add the gradient of `sum(dlogprob * logprob)`, and of the entropies, to what is accumulated, in float32."
+        "Add the gradient of `sum(dlogprob * logprob)`, and of `side`, to what is accumulated, in float32."
+        dentropies = side.entropies if side else []
+        top = side.top[0].shape[1] if side and side.top else 0
         scoring = self.scoring
         graph = self.graph
         self.graph = None
@@ -189,11 +205,15 @@ class PolicyState:
                 batch, flat, h = graph.passes.popleft()
                 if flat is None:
                     with torch.enable_grad():
-                        flat, h = scoring.forward(batch, with_entropy_grad=len(dentropies) > 0)
+                        flat, h = scoring.forward(batch, False, len(dentropies) > 0, top)
                 outputs = [flat, h] if h is not None and len(dentropies) else [flat]
                 output_grads = []
                 own = [*zip(batch.rows, batch.datums, strict=True)]
-                for series in (dlogprobs, dentropies)[: len(outputs)]:
+                by_logprob = [*dlogprobs]
+                if side and top:
+                    for i in batch.rows:
+                        by_logprob[i] = np.column_stack([dlogprobs[i], side.top[i]])
+                for series in (by_logprob, dentropies)[: len(outputs)]:
                     scored = [np.asarray(series[i])[scoring.scored(d)] for i, d in own]
                     output_grads.append(
                         sent(torch.from_numpy(np.concatenate(scored)).to(flat.dtype), flat.device)
@@ -714,8 +734,8 @@ class LocalTrainer:
 
 def loss_and_backward(state: PolicyState, datums: list[Datum], loss_fn: LossFn) -> LossOutput:
     "Loss, then the backward pass of its derivatives, with norms of the gradient by layer."
-    output, dentropies = state.evaluate(datums, loss_fn)
-    state.backpropagate(datums, output.dlogprobs, dentropies)
+    output, side = state.evaluate(datums, loss_fn)
+    state.backpropagate(datums, output.dlogprobs, side)
     norms = _layer_norms("grad_norm", state.params, [t.grad for t in state.targets])
     return replace(output, metrics={**output.metrics, **norms})
 
@@ -1105,6 +1125,7 @@ def open_local(
         max_seq_len=engine.max_seq_len,
         entropy=True,
         top_logprobs=MAX_TOP_LOGPROBS,
+        scores_top=True,
         load_in_8bit=load_in_8bit,
     )
     sync = LocalSync(state, sampler, {n: p for n, p in served.named_parameters() if n in params})
