@@ -1,6 +1,6 @@
 """What other trainers make of the sampler's likeliest tokens: python scripts/record_top_corrections.py PEERS.
 
-It writes tests/golden/top_corrections.json. PEERS has `vime/score_centering.py` (score_centering_correction and, from
+It writes tests/golden/corrections/cases.json. PEERS has `vime/score_centering.py` (score_centering_correction and, from
 its ppo_utils, importance_weights; commit 2b83ea20), `prime-rl/loss.py` (IPOLoss, selective_log_softmax_with_sampling_mask
 and what they call) and `slime/ppo_utils.py` (slime/utils/ppo_utils.py; commit 624b824a). Only functions are taken.
 """
@@ -17,7 +17,7 @@ from record_trainers import taken
 
 TOKENS = 9
 VOCAB = 12
-OUT = Path(__file__).parents[1] / "tests/golden/top_corrections.json"
+OUT = Path(__file__).parents[1] / "tests/golden/corrections/cases.json"
 LIMITS = {"none": (None, None), "tis": (0.0, 2.0), "mis": (0.5, 2.0)}  # lowest and highest weight
 
 
@@ -43,11 +43,15 @@ def make_case(seed: int, head: int, top_p: float) -> dict[str, torch.Tensor]:
 
 def centered(case: dict[str, torch.Tensor], peers: Path, mode: str) -> dict[str, list]:
     "vime's correction of each token, and its gradient by the logits."
-    vime = taken(peers / "vime/score_centering.py", "importance_weights", "score_centering_correction")
+    vime = taken(
+        peers / "vime/score_centering.py", "importance_weights", "score_centering_correction"
+    )
     logits = case["logits"].clone().requires_grad_()
     low, high = LIMITS[mode]
     by_policy = logits.log_softmax(-1).gather(-1, case["ids"])
-    value, *_ = vime.score_centering_correction(by_policy, case["sampler"], mode=mode, low=low, high=high)
+    value, *_ = vime.score_centering_correction(
+        by_policy, case["sampler"], mode=mode, low=low, high=high
+    )
     value.sum().backward()
     return {"value": value.tolist(), "gradient": logits.grad.tolist()}
 
@@ -69,7 +73,9 @@ def kept(case: dict[str, torch.Tensor], peers: Path) -> dict[str, list]:
         "sampling_replay_mask",
         "selective_log_softmax_with_sampling_mask",
     )
-    mask = torch.zeros(TOKENS, VOCAB + 1, dtype=torch.bool).scatter_(-1, case["ids"] % (VOCAB + 1), True)
+    mask = torch.zeros(TOKENS, VOCAB + 1, dtype=torch.bool).scatter_(
+        -1, case["ids"] % (VOCAB + 1), True
+    )
     results = {}
     for name in ("slime", "prime-rl"):
         logits = case["logits"].clone().requires_grad_()

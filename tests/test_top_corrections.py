@@ -16,11 +16,17 @@ from rl_notebook.core.types import ConfigError, Datum, LossError, TopLogprobs
 
 __all__ = ["one_thread"]
 
-CASES = json.loads((Path(__file__).parent / "golden/top_corrections.json").read_text())
+CASES = json.loads((Path(__file__).parent / "golden/corrections/cases.json").read_text())
 WEIGHTS = {
     "none": {},
     "tis": {"tis": "token", "tis_cap": 2.0, "tis_anchor": "policy"},
-    "mis": {"tis": "token", "tis_cap": 2.0, "tis_floor": 0.5, "tis_mode": "mask", "tis_anchor": "policy"},
+    "mis": {
+        "tis": "token",
+        "tis_cap": 2.0,
+        "tis_floor": 0.5,
+        "tis_mode": "mask",
+        "tis_anchor": "policy",
+    },
 }
 
 
@@ -28,7 +34,10 @@ def datum_of(case) -> Datum:
     "The tokens of a case as one sequence."
     ids = np.array(case["ids"])
     values = np.where(ids < 0, np.nan, np.array(case["sampler"]))
-    sampled = [values[i, list(row).index(t)] if t in row else -9.0 for i, (row, t) in enumerate(zip(ids, case["tokens"], strict=True))]
+    sampled = [
+        values[i, list(row).index(t)] if t in row else -9.0
+        for i, (row, t) in enumerate(zip(ids, case["tokens"], strict=True))
+    ]
     top = TopLogprobs(ids, values, np.ones(len(ids), bool))
     series = {"advantage": np.array(case["advantages"]), "sampler_logprobs": np.array(sampled)}
     return Datum([0, *case["tokens"]], np.ones(len(ids)), **series, top_logprobs=top)
@@ -68,6 +77,18 @@ def test_the_kept_mask_is_that_of_slime_and_prime_rl(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)).__contains__)
+def test_a_token_named_without_probability_is_not_kept(case):
+    cut = case["cut"]
+    missing = np.array(cut["ids"]) < 0
+    assert missing.any()
+    sampler = np.where(missing, -np.inf, cut["sampler"])
+    named = {**cut, "ids": np.maximum(cut["ids"], 0), "sampler": sampler}
+    assert np.array_equal(
+        loss_gradient(named, keep_sampling_mask=True), loss_gradient(cut, keep_sampling_mask=True)
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)).__contains__)
 def test_both_together_are_prime_rls_centering(case):
     options = {"keep_sampling_mask": True, **WEIGHTS["tis"]}
     difference = loss_gradient(case["cut"], score_centering=True, **options)
@@ -96,7 +117,9 @@ def expected_gradient(logits, sampler, advantages, head, **options):
         leaf = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
         logprobs = leaf.log_softmax(-1)
         loss_fn = make_loss_fn([datum], aggregation="sum", **options)
-        more = {"top_policy_logprobs": [logprobs[order.tolist()][None]]} if reads_top(loss_fn) else {}
+        more = (
+            {"top_policy_logprobs": [logprobs[order.tolist()][None]]} if reads_top(loss_fn) else {}
+        )
         loss_fn([datum], [logprobs[token][None]], **more)[0].backward()
         total += np.exp(sampler[token]) * leaf.grad.numpy()
     return total
@@ -117,7 +140,9 @@ def test_a_centred_score_has_mean_zero_under_the_sampler(seed):
         centred = expected_gradient(logits, sampler, constant, 7, score_centering=True, **options)
         assert np.abs(drift).max() > 1e-3 or options  # uncapped weights have no drift
         assert np.abs(centred).max() < 1e-6
-    parts = [expected_gradient(logits, sampler, constant, k, score_centering=True) for k in (1, 3, 6)]
+    parts = [
+        expected_gradient(logits, sampler, constant, k, score_centering=True) for k in (1, 3, 6)
+    ]
     sizes = [np.abs(part).max() for part in parts]
     assert sizes[2] < 0.2 * np.abs(expected_gradient(logits, sampler, constant, 7)).max()
 
@@ -144,7 +169,9 @@ def test_on_kept_tokens_the_gradient_is_that_of_the_samplers_reward(seed):
 
 
 def test_what_is_missing_is_said():
-    with pytest.raises(LossError, match="score_centering: got True; expected False: policy_loss='ppo'"):
+    with pytest.raises(
+        LossError, match="score_centering: got True; expected False: policy_loss='ppo'"
+    ):
         LossOptions(score_centering=True, policy_loss="ppo")
     with pytest.raises(LossError, match="expected tis='token' or 'off' with it"):
         LossOptions(score_centering=True, tis="sequence")
@@ -152,7 +179,9 @@ def test_what_is_missing_is_said():
         rln.Config(score_centering=True)
     with pytest.raises(ConfigError, match="keep_sampling_mask: nothing is cut off"):
         rln.Config(keep_sampling_mask=True, top_logprobs=5)
-    with pytest.raises(ConfigError, match="keep_sampling_mask: backend='tinker' scores sampled tokens alone"):
+    with pytest.raises(
+        ConfigError, match="keep_sampling_mask: backend='tinker' scores sampled tokens alone"
+    ):
         rln.Config(keep_sampling_mask=True, top_logprobs=5, top_k=5, backend="tinker", lora_rank=4)
     datum = datum_of(CASES[0]["whole"])
     with pytest.raises(LossError, match="of the sampler's distribution at target"):
@@ -194,7 +223,14 @@ def test_a_step_on_kept_tokens_has_a_ratio_of_one():
 def test_the_gradient_of_the_model_is_that_of_its_logits():
     "Weights change as they do when the same loss is written on the whole logits of transformers."
     model, tokenizer = rln.load_model("tiny")
-    cfg = rln.Config(completions_per_prompt=4, max_completion_tokens=5, kl_beta=0, temperature=1.0, top_logprobs=8, score_centering=True)
+    cfg = rln.Config(
+        completions_per_prompt=4,
+        max_completion_tokens=5,
+        kl_beta=0,
+        temperature=1.0,
+        top_logprobs=8,
+        score_centering=True,
+    )
 
     async def gradient():
         async with rln.open_local(model, tokenizer, reference=False, inline=True) as backend:
@@ -210,14 +246,21 @@ def test_the_gradient_of_the_model_is_that_of_its_logits():
             model.zero_grad()
             terms, count = 0.0, 0
             for d in datums:
-                logprobs = model(torch.tensor(d.input_tokens.copy())[None]).logits[0].double().log_softmax(-1)
+                logprobs = (
+                    model(torch.tensor(d.input_tokens.copy())[None])
+                    .logits[0]
+                    .double()
+                    .log_softmax(-1)
+                )
                 for t in np.flatnonzero(d.active):
                     pairs = d.top_logprobs[t]
                     ids = [token for token, _ in pairs]
                     q = torch.tensor([value for _, value in pairs], dtype=torch.float64).exp()
                     p = logprobs[t, ids].detach().exp()
                     tail = (1 - q.sum()).clamp(min=1e-6) / (1 - p.sum()).clamp(min=1e-6)
-                    score = logprobs[t, d.target_tokens[t]] - ((q - tail * p) * logprobs[t, ids]).sum()
+                    score = (
+                        logprobs[t, d.target_tokens[t]] - ((q - tail * p) * logprobs[t, ids]).sum()
+                    )
                     terms = terms - d.advantage * score
                     count += 1
             (terms / count).backward()

@@ -489,18 +489,18 @@ def on_kept_tokens(tokens: ActiveTokens, options: LossOptions) -> ActiveTokens:
     assert tokens.top_policy_logprobs is not None and tokens.top_sampler_logprobs is not None
     is_kept = torch.isfinite(tokens.top_sampler_logprobs)
     kept = torch.where(is_kept, tokens.top_policy_logprobs, -torch.inf)
-    mass = torch.logsumexp(kept, -1)
-    policy = tokens.policy_logprobs - mass
+    log_mass = torch.logsumexp(kept, -1)
+    policy = tokens.policy_logprobs - log_mass
     old = tokens.old_logprobs if options.anchor == "rollout" else policy.detach()
     return replace(
         tokens,
         policy_logprobs=policy,
         old_logprobs=old,
-        top_policy_logprobs=tokens.top_policy_logprobs - mass[:, None],
+        top_policy_logprobs=tokens.top_policy_logprobs - log_mass[:, None],
     )
 
 # %% ../../nbs/core/09_losses.ipynb #79321e55
-MIN_TAIL = 1e-6  # probability outside of the recorded tokens, below which there is none
+MIN_TAIL = 1e-6  # least probability that is taken to lie outside of the recorded tokens
 
 
 def mean_score(tokens: ActiveTokens, options: LossOptions) -> Tensor:  # (T,)
@@ -512,8 +512,9 @@ def mean_score(tokens: ActiveTokens, options: LossOptions) -> Tensor:  # (T,)
     head = torch.where(known, tokens.top_policy_logprobs, 0.0)
     policy = torch.where(known, head.detach().exp(), 0.0)
     sampler = tokens.top_sampler_logprobs.exp()
-    outside = [(1 - part.sum(-1)).clamp(min=MIN_TAIL) for part in (sampler, policy)]
-    tail = (outside[0] / outside[1])[:, None]
+    sampler_outside = (1 - sampler.sum(-1)).clamp(min=MIN_TAIL)
+    policy_outside = (1 - policy.sum(-1)).clamp(min=MIN_TAIL)
+    tail = (sampler_outside / policy_outside)[:, None]
     if options.tis == "off":
         share = sampler - tail * policy
     else:
@@ -595,7 +596,8 @@ def _top_of(datums: Sequence[Datum], options: LossOptions) -> np.ndarray | None:
                 fix=fix,
             )
         wide = np.full((len(d.weights), width), -np.inf)
-        wide[top.sampled, : top.tokens.shape[1]] = np.nan_to_num(top.logprobs, nan=-np.inf)
+        is_kept = np.isfinite(top.logprobs)
+        wide[top.sampled, : top.tokens.shape[1]] = np.where(is_kept, top.logprobs, -np.inf)
         if options.keep_sampling_mask:
             _check_kept(d, wide)
         parts.append(wide[d.active])
