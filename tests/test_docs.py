@@ -262,8 +262,11 @@ def test_the_commands_of_the_readme_run_as_printed(
     assert "exec make test" in (ROOT / ".ci" / "run").read_text()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    # half an hour; test_small_model_example trains the same file with other sizes
+    long = "rl-notebook train --config examples/small_model/sums.yaml"
+    assert long in commands
     for line in commands:
-        if line in setup or not line:
+        if line in setup or line in ("", long):
             continue
         program, *arguments = shlex.split(line, comments=True)
         if program == "cd":
