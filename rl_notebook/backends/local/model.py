@@ -58,6 +58,11 @@ def fill_entropy(entropy: Tensor, logprobs: Tensor) -> None:
             h.copy_(part.exp().mul_(part.clamp(min=-1e4)).sum(-1).neg_())
 
 
+def by_row(targets: Tensor) -> Tensor:
+    "Targets (M,) or (M, K) as (M, 1) or (M, K)."
+    return targets if targets.dim() == 2 else targets[:, None]
+
+
 def pick_logprobs(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, entropy: Tensor | None = None
 ) -> Tensor:
@@ -65,7 +70,7 @@ def pick_logprobs(
     logprobs = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
     if entropy is not None:
         fill_entropy(entropy, logprobs)
-    return logprobs.gather(-1, targets.view(len(targets), -1)).view(targets.shape)
+    return logprobs.gather(-1, by_row(targets)).view(targets.shape)
 
 # %% ../../../nbs/backends/local/04_model.ipynb #7dc8fd27
 def d_logits(
@@ -78,7 +83,7 @@ def d_logits(
 ) -> Tensor:
     "(M, V) derivatives by the logits of sum(d_logprobs * logprobs), and of sum(d_entropies * entropies)."
     logits = logits if temperature == 1 else logits / temperature
-    ids = targets.view(len(targets), -1)
+    ids = by_row(targets)
     each = (d_logprobs / temperature).view(ids.shape)
     scale = each.sum(1, keepdim=True)
     if d_entropies is None or entropies is None:
