@@ -9,9 +9,9 @@ import asyncio
 import html
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import anywidget
@@ -899,47 +899,30 @@ class TokenInspector(anywidget.AnyWidget):
 
     async def fork(self, target: int, token: Any = None, n: int = 16) -> Fork:
         "Fork the sample that is shown at a token, and show and save the result; raises what `fork` raises."
-        item, row, backend, record = self.question()
-        policy = self.policy
-        group, sample = policy.place(row)
-        result = await fork(
-            backend,
-            record,
-            group,
-            sample,
-            target,
-            token,
-            n,
-            reward=policy.reward,
-            run=policy.run,
-            progress=self.reporter("fork", backend),
-        )
-        self.show_result(item, row, result)
-        return result
+        return await self.show_answer("fork", partial(fork, target=target, token=token, n=n))
 
     async def locate(self, budget: int = 300) -> Located:
         "Find where the sample that is shown was lost, and show and save the result; raises what `locate` raises."
+        return await self.show_answer("locate", partial(locate, budget=budget))
+
+    async def show_answer(self, name: str, ask: Callable[..., Awaitable[Any]]) -> Any:
+        "Ask about the sample that is shown; keep the result, and show it where the sample is still shown."
         item, row, backend, record = self.question()
         policy = self.policy
         group, sample = policy.place(row)
-        result = await locate(
+        result = await ask(
             backend,
             record,
             group,
             sample,
-            budget,
             reward=policy.reward,
             run=policy.run,
-            progress=self.reporter("locate", backend),
+            progress=self.reporter(name, backend),
         )
-        self.show_result(item, row, result)
-        return result
-
-    def show_result(self, item: int, row: TokenRow, result: Fork | Located) -> None:
-        "Keep a result, and show it where its sample is still shown."
-        self.policy.keep(result)
+        policy.keep(result)
         if self.item == item:
-            self.forks = forks_payload(self.policy, item, row)
+            self.forks = forks_payload(policy, item, row)
+        return result
 
     def summary(self) -> HTML:
         "The verdict of all samples and trainer against sampler, without the tokens."
