@@ -1251,6 +1251,17 @@ def token_table(
     return table, why_no_text
 
 
+def likeliest_of(
+    run: Run, record: StepRecord, group: int, sample: int, with_texts: bool
+) -> dict[str, Any] | None:
+    "The sampler's likeliest tokens of a completion, by target; None where the run did not record them."
+    from rl_notebook.views.payloads import sampler_likeliest, token_rows
+
+    rows = [row for row in token_rows(record) if (row.group, row.sample) == (group, sample)]
+    tokenizer = run.tokenizer() if with_texts else None
+    return sampler_likeliest(rows[0], tokenizer) if rows else None
+
+
 def select_completion(table: pd.DataFrame, group: int, sample: int) -> Any:
     "The rows of a completion."
     rows = (table["group"] == group) & (table["sample"] == sample)
@@ -1260,6 +1271,7 @@ def select_completion(table: pd.DataFrame, group: int, sample: int) -> Any:
 def describe_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[str, Any], str]:
     "One completion: prompt, text, rewards, and a row per token, with every series of its datum."
     from rl_notebook.show.html import shown_text
+    from rl_notebook.views.payloads import likeliest_text
 
     run.need_tokens("one completion")
     record = run.record(step)
@@ -1271,7 +1283,10 @@ def describe_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[
             "show", where=f"step {step}", got=f"group {group}, sample {sample}", expected=expected
         )
     table, why_no_text = token_table(run, record, group, sample)
+    likeliest = likeliest_of(run, record, group, sample, not why_no_text)
     data = {"step": step, **facts[0], "tokens": _rows(table)}
+    if likeliest:
+        data["likeliest"] = likeliest
     if why_no_text:
         data["note"] = why_no_text
     results = results_of(run, record, group, sample)
@@ -1282,12 +1297,16 @@ def describe_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[
         table["text"] = table["text"].map(shown_text)
         first_columns.insert(2, "text")
     table = table.drop(columns=["group", "sample"])
+    if likeliest:
+        table["likeliest"] = [likeliest_text(likeliest, t) for t in table["position"] - 1]
     others = table.columns.difference(first_columns, sort=False)
     lines = [
         f"{name}: {value}"
         for name, value in data.items()
-        if name not in ("tokens", "note", "continuations")
+        if name not in ("tokens", "note", "continuations", "likeliest")
     ]
+    if likeliest:
+        lines.append(f"likeliest: tokens of the sampler, probabilities {likeliest['about']}")
     if why_no_text:
         lines.append(why_no_text)
     lines.append(table[[*first_columns, *others]].to_string(index=False, na_rep=""))

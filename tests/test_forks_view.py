@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from test_loop import make_loop
 
 from rl_notebook.cli import describe_sample, describe_step
 from rl_notebook.core.intervals import Interval
-from rl_notebook.core.types import RecordError
+from rl_notebook.core.types import RecordError, TopLogprobs
 from rl_notebook.experiments.fork import Branch, Continuation, Fork
 from rl_notebook.experiments.locate import Located, Point, saved_results
 from rl_notebook.runs.run import Run, RunFolder
+from rl_notebook.show.html import shown_text
 from rl_notebook.task.toy import toy_reward
 from rl_notebook.views.report import material, report_html
 from rl_notebook.views.tokens import NEEDED, inspect_tokens
@@ -148,6 +150,62 @@ def test_without_a_policy_one_sentence_says_what_is_needed():
     assert inspector.task is None
 
 
+class Decoder:
+    "A tokenizer whose token 1000 says markup."
+
+    def decode(self, tokens, **options):
+        return "".join(BAD if t == 1000 else chr(t) for t in tokens)
+
+
+def with_likeliest(record):
+    "A record whose completion 2 of group 1 has the two likeliest tokens of each place: its own, and markup."
+    group = record.groups[1]
+    sample = group.samples[2]
+    rows = [[(int(t), -0.1), (1000, -9.0)] for t in sample.tokens[sample.prompt_len :]]
+    top = TopLogprobs.join([sample.prompt_len, TopLogprobs.from_rows(rows, "raw")])
+    samples = list(group.samples)
+    samples[2] = replace(sample, top_logprobs=top)
+    groups = list(record.groups)
+    groups[1] = replace(group, samples=tuple(samples))
+    part = top.part(1, len(sample.tokens))
+    datums = [
+        replace(d, top_logprobs=part) if (d.group, d.sample) == (1, 2) else d for d in record.datums
+    ]
+    return replace(record, groups=tuple(groups), datums=tuple(datums))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_samplers_likeliest_tokens_are_shown_without_a_model(tmp_path, trained):
+    record = with_likeliest(synthetic_record(3))
+    if not trained:
+        record = replace(record, datums=(), loss=None)
+    run = RunFolder.create(tmp_path / "run", {"base_model": "none that is here"})
+    run.add(record)
+    record = run.record(3)
+    sample = record.groups[1].samples[2]
+    first = sample.prompt_len - 1
+    said = int(sample.tokens[first + 1])
+
+    inspector = inspect_tokens(record, Decoder(), group=1, sample=2)
+    shown = inspector.payload["likeliest"]
+    assert list(shown["by_target"]) == list(range(first, len(sample.tokens) - 1))
+    assert shown["by_target"][first] == [[said, 0.9048], [1000, 0.0001234]]
+    assert shown["texts"][said] == chr(said)
+    assert "temperature 1" in shown["about"]
+    still = Page(inspector.static_html())
+    assert f"'1' 0.905, '{shown_text(BAD)}' <0.001" in still.text
+    assert still.handlers == []
+    assert inspect_tokens(record, Decoder(), group=1, sample=1).payload["likeliest"] is None
+
+    carried = Page(report_html(run)).carried("tokens")["step=3&group=1&sample=2"]
+    assert carried["likeliest"]["by_target"][str(first)] == shown["by_target"][first]
+
+    data, text = describe_sample(run, 3, 1, 2)
+    assert data["likeliest"]["by_target"][first] == shown["by_target"][first]
+    assert f"'{said}' 0.905, '1000' <0.001" in text  # ids, as there is no tokenizer
+    assert "likeliest" not in describe_sample(run, 3, 1, 1)[0]
+
+
 def test_questions_through_the_inspector_leave_the_next_step_alone(tmp_path):
     async def main():
         run = RunFolder.create(tmp_path / "run", {})
@@ -164,16 +222,16 @@ def test_questions_through_the_inspector_leave_the_next_step_alone(tmp_path):
         inspector.on_question({"alternatives": True})
         await inspector.task
         likeliest = inspector.alternatives["by_target"][target]
-        chances = [p for _, _, p in likeliest]
+        chances = [p for _, p in likeliest]
         assert chances == sorted(chances, reverse=True)
         assert 0 < sum(chances) <= 1 + 1e-6
 
-        inspector.on_question({"fork": target, "token": likeliest[1][1]})
+        inspector.on_question({"fork": target, "token": likeliest[1][0]})
         assert inspector.asking
         await inspector.task
         assert inspector.asking == {}
         [fork] = inspector.policy.results
-        assert fork.branches[-1].tokens == (likeliest[1][1],)
+        assert fork.branches[-1].tokens == (likeliest[1][0],)
         assert inspector.forks["forks"][0]["rows"] == fork.rows()
         assert saved_results(run, record) == [fork]
 

@@ -1,6 +1,7 @@
 // What else could have come at a token, what came of it, and where the completion was lost. Python asks the policy; here
 // are its buttons and its answers.
-import { button, make, word } from "./elements.js";
+import { button, make } from "./elements.js";
+import { likeliestTable } from "./likeliest.js";
 
 const BUDGET = 300; // continuations of a search
 
@@ -33,10 +34,7 @@ export function forking(state) {
   note.setAttribute("role", "alert");
 
   const known = () => (model.get("forks").item === model.get("item") ? model.get("forks") : { forks: [] });
-  const choices = () => {
-    const { item, by_target: places } = model.get("alternatives");
-    return item === model.get("item") ? places : undefined;
-  };
+  const ofPolicy = () => (model.get("alternatives").item === model.get("item") ? model.get("alternatives") : undefined);
   const isBusy = () => model.get("asking").text !== undefined;
   const isScored = (t) => t !== null && state.payload.roles?.[t + 1] === "s";
   const ask = (question) => model.send(question);
@@ -49,31 +47,33 @@ export function forking(state) {
   bar.append(forkHere, search, budget, make("span", "rlt-soft", "continuations at most"), stop, progress);
   node.append(chips, bar, note, results);
 
-  // The likeliest tokens of the place of the pointer; those of the selected one are buttons.
+  // The likeliest tokens of the place of the pointer, for the policy and for the sampler; those of the selected one are buttons.
   const drawChips = () => {
     const t = state.current;
-    const there = choices()?.[t] ?? [];
-    const isChosen = t === state.selected;
+    const canFork = known().refusal === "";
+    const ofSampler = state.payload.likeliest;
     const said = state.payload.tokens?.[t + 1];
-    const chip = ([text, id, p]) => {
-      const label = isChosen && id !== said ? button("", "Fork here with this token", () => fork(id)) : make("span", "rlt-chip");
-      label.disabled = isBusy();
-      label.append(word(text, make("span", "rlt-text")), ` ${p < 0.001 ? "<0.001" : p.toFixed(3)}`);
-      label.classList.toggle("rlt-said", id === said);
-      return label;
+    const label = (id) => {
+      const isButton = canFork && t === state.selected && id !== said;
+      const node = isButton ? button("", "Fork here with this token", () => fork(id)) : make("span", "rlt-chip");
+      node.disabled = isBusy();
+      node.classList.toggle("rlt-said", id === said);
+      return node;
     };
     chips.replaceChildren();
-    if (known().refusal !== "" || !isScored(t)) return;
-    const { weights } = model.get("alternatives");
-    const lead = there.length ? "likeliest here:" : choices() ? "" : "Point at a token for its likeliest alternatives.";
-    chips.append(make("span", "rlt-soft", lead), ...there.map(chip));
-    if (there.length) chips.append(make("span", "rlt-soft", `weights: ${weights}`));
+    if (t === null || !(canFork || ofSampler)) return;
+    const sides = [["policy", ofPolicy()], ["sampler", ofSampler]];
+    const offer = canFork && t === state.selected && !isBusy() ? "click one to fork here with it" : "";
+    const table = likeliestTable(sides, t, label, offer);
+    const hint = isScored(t) && !ofPolicy() ? "Point at a token for its likeliest alternatives." : "";
+    chips.append(table ?? make("span", "rlt-soft", hint));
+    if (table) chips.style.minHeight = `${chips.offsetHeight}px`; // what is below stays where it is
   };
   // Asked for once a sample, when its first token is pointed at or clicked.
   let asked = -1;
   const wantChips = () => {
     const item = model.get("item");
-    if (known().refusal !== "" || !isScored(state.current) || choices() || asked === item || isBusy()) return;
+    if (known().refusal !== "" || !isScored(state.current) || ofPolicy() || asked === item || isBusy()) return;
     asked = item;
     ask({ alternatives: true });
   };

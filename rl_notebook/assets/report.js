@@ -2,6 +2,7 @@
 // the page again if it asks for that.
 import { followSteps } from "./cursor.js";
 import { button, fill, labelled, make } from "./elements.js";
+import { likeliestTable } from "./likeliest.js";
 import { makeTable, number } from "./table.js";
 
 const seconds = Number(document.querySelector("main").dataset.refresh);
@@ -73,7 +74,8 @@ const asked = ({ token, id }) => `rl-notebook view RUN --show '${id}${token ? `&
 strip.setAttribute("aria-label", "sampled tokens; arrow keys move");
 strip.setAttribute("role", "group");
 const results = make("div", "results"); // forks and curves of the completion, which the page has further up
-panel.append(head, strip, numbers, results);
+const likeliest = make("div", "scroll-x");
+panel.append(head, strip, numbers, likeliest, results);
 let shown = null; // the address of the completion in the panel
 
 // What the address of the page names: a step, or a completion as {id, step, group, sample}, and perhaps a token of it.
@@ -98,7 +100,7 @@ function drawTokens({ id }, { first, ids, texts, roles }) {
   strip.replaceChildren(...links.flatMap((link) => (link.textContent.endsWith("⏎") ? [link, make("br")] : [link])));
 }
 
-function drawNumbers({ token }, { first, ids, texts, roles, series, values }, row) {
+function drawNumbers({ token }, { first, ids, texts, roles, series, values, likeliest: ofSampler }, row) {
   const i = token - first;
   const [size, all] = [ids.length, floats(values)];
   const of = (name) => all[series.findIndex(([other]) => other === name) * size + i];
@@ -115,6 +117,8 @@ function drawNumbers({ token }, { first, ids, texts, roles, series, values }, ro
   };
   const shown = (value, format) => number(Number.isFinite(value) ? value : null, format);
   numbers.replaceChildren(pair(`token ${token}`, what), ...known.map(([label, value, f]) => pair(label, shown(value, f))));
+  const table = likeliestTable([["sampler", ofSampler]], token - 1, (id) => make("span", id === ids[i] ? "said" : ""));
+  likeliest.replaceChildren(...(table ? [table] : []));
 }
 
 function mark(at, row, reveal) {
@@ -137,7 +141,10 @@ function mark(at, row, reveal) {
   const outside = at.token && (at.token < tokens?.first ? "is part of the prompt, which stands above" : "is beyond the end of this completion");
   const why = !tokens ? `Its tokens are not on this page, which holds those of some steps: ${asked(at)} writes a page that has them.` : outside ? `Token ${at.token} ${outside}.` : MARKED;
   if (link) drawNumbers(at, tokens, row);
-  else numbers.replaceChildren(make("p", "soft", why));
+  else {
+    numbers.replaceChildren(make("p", "soft", why));
+    likeliest.replaceChildren();
+  }
   if (reveal && (link ?? panel)) (link ?? panel).scrollIntoView({ block: fresh ? "center" : "nearest" });
 }
 

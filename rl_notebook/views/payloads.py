@@ -25,6 +25,7 @@ from rl_notebook.core.types import (
     PromptGroup,
     RecordError,
     RolloutSample,
+    TopLogprobs,
 )
 from ..show.html import prompt_text, shown_text, token_texts
 from ..core.loss_params import SEQUENCE_RATIO
@@ -592,6 +593,7 @@ class TokenRow:
     facts: Mapping[str, Any] = field(default_factory=dict)  # reward, advantage, finish reason
     options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the loss
     notes: tuple[str, ...] = ()  # what is not known, and why
+    top: TopLogprobs | None = None  # the sampler's likeliest tokens, by target
 
     @property
     def where(self) -> str:
@@ -646,6 +648,7 @@ def _datum_row(
         cut=datum.truncated_tokens,
         facts=_about(sample) | ({"advantage": float(datum.advantage)} if scalar else {}),
         notes=() if datum.active.any() else ("no token of it is scored",),
+        top=datum.top_logprobs,
     )
 
 # %% ../../nbs/views/01_payloads.ipynb #1b088b66
@@ -665,6 +668,9 @@ def _sample_row(group: PromptGroup, i: int, why: str) -> TokenRow:
         key=group.key,
         facts=facts,
         notes=(f"not trained: {why}",),
+        top=None
+        if sample.top_logprobs is None
+        else sample.top_logprobs.part(1, len(sample.tokens)),
     )
 
 
@@ -872,6 +878,53 @@ def series_payload(
         "bad": np.flatnonzero(scored & ~finite).tolist(),
     }
 
+# %% ../../nbs/views/01_payloads.ipynb #1348cb23
+SAMPLED_FROM = {  # by `TopLogprobs.distribution`
+    "sampling": "of the distribution that it sampled from",
+    "raw": "at temperature 1, over all tokens",
+    "unknown": "at a temperature that is not known",
+}
+
+
+def likeliest_payload(
+    places: Mapping[int, Sequence[tuple[int, float]]],  # ids and probabilities, by target
+    about: str,  # what the probabilities are of
+    tokenizer: Any = None,  # with `decode`; None = ids are shown
+) -> dict[str, Any]:
+    "The likeliest tokens by target, the texts by id, and what the probabilities are of."
+    ids = sorted({token for pairs in places.values() for token, _ in pairs})
+    texts = token_texts(np.array(ids, dtype=np.int64), tokenizer)[0]
+    by_target = {
+        t: [[token, float(f"{p:.4g}")] for token, p in pairs] for t, pairs in places.items()
+    }
+    return {"about": about, "texts": dict(zip(ids, texts, strict=True)), "by_target": by_target}
+
+
+def sampler_likeliest(
+    row: TokenRow,
+    tokenizer: Any = None,  # with `decode`; None = ids are shown
+    count: int | None = None,  # tokens of a place, at most; None = all that are recorded
+) -> dict[str, Any] | None:
+    "The sampler's likeliest tokens of a sample, of `likeliest_payload`; None where none were recorded."
+    if row.top is None:
+        return None
+    ids = row.top.tokens[:, :count].tolist()
+    chances = np.exp(row.top.logprobs[:, :count]).tolist()
+    places = {}
+    for t, tokens, values in zip(
+        np.flatnonzero(row.top.sampled).tolist(), ids, chances, strict=True
+    ):
+        places[t] = [(i, p) for i, p in zip(tokens, values, strict=True) if i >= 0]
+    return likeliest_payload(places, SAMPLED_FROM[row.top.distribution], tokenizer)
+
+
+def likeliest_text(likeliest: Mapping[str, Any], target: int, count: int = 3) -> str:
+    "The likeliest tokens of a place with their probabilities, in a line; empty where there are none."
+    pairs = likeliest["by_target"].get(target, ())[:count]
+    chances = ("<0.001" if p < 0.001 else f"{p:.3f}" for _, p in pairs)
+    texts = (likeliest["texts"][token] for token, _ in pairs)
+    return ", ".join(f"'{text}' {p}" for text, p in zip(texts, chances, strict=True))
+
 # %% ../../nbs/views/01_payloads.ipynb #0afc65e5
 def roles_of(row: TokenRow) -> str:  # N letters
     "p, m or s for each token."
@@ -900,6 +953,9 @@ def _facts(row: TokenRow, roles: str) -> list[str]:
 
     counts = f"prompt {roles.count('p')} tokens, scored {roles.count('s')}, masked {roles.count('m')}, cut {row.cut}"
     return [*(f"{name} {text(v)}" for name, v in row.facts.items() if v is not None), counts]
+
+
+SHOWN_LIKELIEST = 8  # tokens of a place that a page has, at most
 
 
 def token_payload(row: TokenRow, tokenizer: Any = None, floor: float = NOISE) -> dict[str, Any]:
@@ -933,4 +989,5 @@ def token_payload(row: TokenRow, tokenizer: Any = None, floor: float = NOISE) ->
         "clip": [*options.clip_range] if clip and options else None,
         "pair": [trainer, "sampler"] if trainer and "sampler" in row.series else None,
         "notes": [*row.notes, *(f"{s['label']}: {len(s['bad'])} not a number" for s in holes)],
+        "likeliest": sampler_likeliest(row, tokenizer, SHOWN_LIKELIEST),
     }

@@ -58,6 +58,7 @@ from rl_notebook.views.payloads import (
     history_row,
     is_asynchronous,
     roles_of,
+    sampler_likeliest,
     run_payloads,
     series,
     spread_row,
@@ -465,6 +466,7 @@ def _row(step: int, values: Mapping[Any, Any]) -> dict[str, Any]:
     return row
 
 # %% ../../nbs/views/07_report.ipynb #795dce1c
+REPORT_LIKELIEST = 5  # tokens of a place, where the sampler reported them
 # series, as far as there are
 RECORDED = ("sampler", "policy", "old", "ref", "entropy", "advantage", "dlogprob")
 
@@ -484,6 +486,7 @@ def recorded_tokens(row: TokenRow, tokenizer: Any = None) -> dict[str, Any]:
         "roles": roles_of(row)[first:],
         "series": [[name, LABELS.get(name, (name,))[0]] for name in names],
         "values": base64.b64encode(values.tobytes()).decode(),
+        "likeliest": sampler_likeliest(row, tokenizer, REPORT_LIKELIEST),
     }
 
 # %% ../../nbs/views/07_report.ipynb #50de584d

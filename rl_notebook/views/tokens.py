@@ -60,6 +60,8 @@ from rl_notebook.views.payloads import (
     TokenRow,
     all_series,
     evidence_of,
+    likeliest_payload,
+    likeliest_text,
     plain,
     token_payload,
     token_rows,
@@ -539,6 +541,10 @@ def worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int 
 
     rows = [[str(t), text(t), *(value(s, t) for s in shown)] for t in targets]
     head = ["target", "token", *(html.escape(s["label"]) for s in shown)]
+    if payload["likeliest"]:
+        head.append("likeliest for the sampler")
+        for row, t in zip(rows, targets, strict=True):
+            row.append(tag("bdi", html.escape(likeliest_text(payload["likeliest"], t))))
     return (
         tag("div", f"Farthest from {number(series['center'])}:", table(head, rows)) if rows else ""
     )
@@ -731,8 +737,7 @@ class TokenInspector(anywidget.AnyWidget):
     )  # name of the series that colours, "" = the payload's choice
     shift = traitlets.Int(0).tag(sync=True)  # by which the sampler's row is slid
     forks = traitlets.Dict().tag(sync=True)  # of `forks_payload`
-    # by target: text, id and probability of the likeliest tokens; `weights` says of which
-    alternatives = traitlets.Dict().tag(sync=True)
+    alternatives = traitlets.Dict().tag(sync=True)  # of `likeliest_payload`, by the policy
     asking = traitlets.Dict().tag(sync=True)  # the question in progress: text, share; else empty
 
     def __init__(
@@ -888,14 +893,14 @@ class TokenInspector(anywidget.AnyWidget):
         "Show the likeliest tokens at each place of the sample, by one pass of the policy."
         item, row, backend, record = self.question()
         policy = self.policy
+        if row.top is not None and not hasattr(backend.sampler, "likeliest"):
+            return  # those that the sampler reported are shown
         group, sample = policy.place(row)
         places, weights = await likeliest_tokens(
             backend, record, group, sample, count, policy.reward, policy.run
         )
-        ids = sorted({i for pairs in places.values() for i, _ in pairs})
-        texts = dict(zip(ids, token_texts(np.array(ids), self.tokenizer)[0], strict=True))
-        by_target = {t: [[texts[i], i, p] for i, p in pairs] for t, pairs in places.items()}
-        self.alternatives = {"item": item, "weights": weights, "by_target": by_target}
+        about = f"at temperature 1; weights: {weights}"
+        self.alternatives = {"item": item, **likeliest_payload(places, about, self.tokenizer)}
 
     async def fork(self, target: int, token: Any = None, n: int = 16) -> Fork:
         "Fork the sample that is shown at a token, and show and save the result; raises what `fork` raises."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,7 @@ from rl_notebook.experiments.locate import saved_results
 
 cfg = rln.Config(
     prompt_groups_per_step=4, completions_per_prompt=8, max_completion_tokens=32, max_seq_len=128,
-    learning_rate=5e-4, kl_beta=0.0,
+    learning_rate=5e-4, kl_beta=0.0, top_logprobs=5,
 )
 run = rln.RunFolder.create("forked", cfg)
 loop = rln.GRPOLoop(
@@ -26,6 +27,7 @@ loop = rln.GRPOLoop(
     """
 inspector = rln.inspect_tokens(record, loop.backend.tokenizer, backend=loop, group=2, sample=1)
 inspector""",
+    "rln.inspect_tokens(record, loop.backend.tokenizer, group=2, sample=1)",
 )
 
 
@@ -50,12 +52,17 @@ def inspector(notebook: Notebook) -> Locator:
 def test_a_token_has_alternatives_and_one_of_them_is_tried(notebook: Notebook, inspector: Locator):
     sampled = inspector.locator(".rlt-strip .rlt-scored")
     chips = inspector.locator(".rlt-alternatives")
+    known = chips.locator("tr")
     sampled.nth(12).hover()
-    expect(chips).to_contain_text("likeliest here:")
-    expect(chips).to_contain_text("weights: those of step 1")
+    expect(known).to_have_count(3)
+    expect(known.nth(1)).to_contain_text(re.compile("^policy.*weights: those of step 1"))
+    expect(known.nth(2)).to_contain_text(
+        re.compile("^sampler.*of the distribution that it sampled from")
+    )
+    assert known.nth(1).locator("td").first.inner_text() == known.nth(2).locator("td").first.inner_text()
     sampled.nth(12).click()
     tried = chips.get_by_role("button").first
-    word = tried.locator(".rlt-text").inner_text()
+    word = tried.inner_text()
     tried.click()
     section = inspector.locator(".rlt-results section")
     expect(section.locator("tr")).to_have_count(
@@ -67,6 +74,15 @@ def test_a_token_has_alternatives_and_one_of_them_is_tried(notebook: Notebook, i
     inspector.get_by_role("button", name="Fork here").click()
     expect(section).to_have_count(2)
     notebook.until("len(inspector.policy.results) == 2")
+
+
+def test_without_a_policy_the_samplers_own_are_shown(notebook: Notebook):
+    recorded = notebook.show(2).locator(".rlt[data-ready]")
+    recorded.locator(".rlt-strip .rlt-scored").nth(12).click()
+    known = recorded.locator(".rlt-alternatives tr")
+    expect(known).to_have_count(2)
+    expect(known.nth(1)).to_contain_text(re.compile("^sampler"))
+    expect(recorded.locator(".rlt-alternatives button")).to_have_count(0)
 
 
 def test_a_search_is_stopped_and_another_draws_its_curve_below_the_tokens(
