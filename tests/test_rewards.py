@@ -1,6 +1,7 @@
 "Reward functions: reading answers, every signature, misbehaviour with its message, and the worker process."
 
 import asyncio
+import csv
 import functools
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,8 +87,9 @@ def test_any_text_is_read_without_an_exception(text):
         ("1.5 million", "1500000", 1),
         ("5k", "5000", 1),
         ("5 km", "5", 1),
-        ("50%", "0.5", 0),
-        ("72%", "72", 1),
+        ("50%", "0.5", 1),
+        ("72%", "72", 0),
+        ("72%", "36 + 36 = 72% of them\n#### 72", 1),  # the worked solution says percent
         ("1,234", "1234", 1),
         ("1,23", "123", 0),
         ("1\u202f234", "1234", 1),
@@ -142,6 +145,31 @@ def test_boxed_answers_are_graded_as_the_reference_grades_figures(boxed, truth, 
     text = f"so \\boxed{{{boxed}}}"
     assert gsm8k_reward(text, truth) == reward
     assert asyncio.run(judge(text, truth)) == reward
+
+
+def read_written_answers() -> list[dict[str, str]]:
+    "Answers in other words than the reference's: the same number, or another one."
+    path = Path(__file__).parent / "written_answers.tsv"
+    with path.open(encoding="utf-8") as lines:
+        return list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math_verify"])
+def test_an_answer_written_otherwise_is_paid_where_it_is_the_same_number(name, judge):
+    form = {"gsm8k": "#### {}", "math_verify": "\\boxed{{{}}}"}[name]
+    wrong = []
+    for case in read_written_answers():
+        text = form.format(case["answer"])
+        reference = case["reference"]
+        earned = (
+            asyncio.run(judge(text, reference))
+            if name == "math_verify"
+            else gsm8k_reward(text, reference)
+        )
+        known_limit = name in case["judged otherwise by"].split()
+        if (earned != float(case["same"])) != known_limit:
+            wrong.append((reference, case["answer"], earned))
+    assert wrong == []
 
 
 SIZES = [

@@ -19,10 +19,9 @@ __all__ = ['numeric_equal']
 # %% ../../nbs/core/14_numbers.ipynb #65b3e78a
 _DASHES = str.maketrans(dict.fromkeys("‐‑‒–—―−﹣－", "-") | {"⁄": "/", "∕": "/"})
 _POWERS = re.compile("[⁺⁻⁰¹²³⁴-⁹]+")
-_GAPS = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f'’]|\{,\}|,)(?=\d{3}(?!\d))")
-_GROUPED = re.compile(
-    r"(?<![\d.,(\[{])\d{1,3}(?:(?:[\u00a0\u2009\u202f'’]|\{,\}|,)\d{3})+(?![\d,]*\d)"
-)
+_SEPARATOR = r"(?:[ \u00a0\u2009\u202f'’]|\{,\}|,)"
+_GAPS = re.compile(rf"(?<=\d){_SEPARATOR}(?=\d{{3}}(?!\d))")
+_GROUPED = re.compile(rf"(?<![\d.,(\[{{])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?![\d,]*\d|\s*/)")
 
 
 def in_ascii(text: str) -> str:
@@ -58,11 +57,72 @@ def _mixed(m: re.Match[str]) -> str:
     return f"({int(whole) * int(bottom) + int(top)}/{bottom})"
 
 # %% ../../nbs/core/14_numbers.ipynb #1b791a97
+_DENIED_BEFORE = re.compile(
+    r"(?i)(?:\b(?:no|not|never|none|nobody|neither|nor|without|except|under|over|above|below|up to"
+    r"|at (?:least|most)|(?:less|fewer|more|greater|larger|smaller|other|rather) than)\b|n['’]t\b"
+    r"|[<>≤≥≠]|\\(?:neq?|[lg]eq?|[lg]t)(?![a-zA-Z]))[^\d]*\d"
+)
+_DENIED_BEHIND = re.compile(
+    r"(?i)\d\W*\b(?:(?:is|was) (?:not|wrong|incorrect|false)|or (?:more|less|fewer)|at (?:least|most))\b"
+)
+
+
+def names_no_number(text: str) -> bool:
+    "Whether a text denies the number that it names, or names it as a bound."
+    return bool(_DENIED_BEFORE.search(text) or _DENIED_BEHIND.search(text))
+
+# %% ../../nbs/core/14_numbers.ipynb #bb74dceb
+_SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+SPELLED = {word: n for n, word in enumerate(_SMALL.split())}
+SPELLED |= {word: 10 * n for n, word in enumerate(_TENS.split(), start=2)}
+_SCALES = {word: n for word, n in MAGNITUDES.items() if n > 12}
+_SPELLED = "|".join([*SPELLED, *_SCALES])
+_SPELLED_NUMBER = re.compile(
+    rf"(?i)^\W*(?P<sign>(?:minus|negative)\s+)?(?P<words>(?:{'|'.join(SPELLED)})\b(?:(?:\s+and)?[\s-]+(?:{_SPELLED})\b)*)"
+)
+
+
+def spelled_number(words: str) -> int:
+    "The value of number words that follow each other: `one hundred and twenty-five` is 125."
+    total = 0
+    below_thousand = 0
+    for word in re.findall(rf"(?i)\b(?:{_SPELLED})\b", words):
+        word = word.lower()
+        if word in SPELLED:
+            below_thousand += SPELLED[word]
+        elif word == "hundred":
+            below_thousand *= 100
+        else:
+            total += below_thousand * _SCALES[word]
+            below_thousand = 0
+    return total + below_thousand
+
+
+def in_digits(text: str) -> str:
+    "A text whose number, spelled out at its beginning, is written with digits; one with digits as it is."
+    match = _SPELLED_NUMBER.search(text)
+    if match is None:
+        return text
+    rest = text[match.end() :]
+    if re.search(rf"(?i)\d|\b(?:{_SPELLED})\b", rest):  # a second number
+        return text
+    sign = "-" if match["sign"] else ""
+    return f"{sign}{spelled_number(match['words'])}{rest}"
+
+# %% ../../nbs/core/14_numbers.ipynb #809c163f
 _REWRITES = (  # again and again, until nothing changes
+    (re.compile(r"(?<=[\d)}])\s*(?:\\?%|per ?cent\b)"), "@0.01"),
+    (re.compile(r"(?<![\d.,(\[{])0,(?=\d+(?![\d,]))"), "0."),
+    (re.compile(r"\\[dt]?frac\s*(\d)"), r"\\frac{\1}"),
+    (re.compile(r"\\[dt]?frac\s*(\{[^{}]*\})\s*(\d)"), r"\\frac\1{\2}"),
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}|\*\*([^*]*)\*\*"), r" \1\2 "),
     (
         re.compile(
-            r"\\?[$%]|[€£¥¢~]|\\(?:left|right|[,;:! ()\[\]])|(?<=[a-zA-Z])\^\{?-?\d\}?|\^\s*\{?\\circ\}?"
+            r"\\?\$|[€£¥¢~]|\\(?:left|right|[,;:! ()\[\]])|(?<=[a-zA-Z])\^\{?-?\d\}?|\^\s*\{?\\circ\}?"
         ),
         "",
     ),
@@ -99,12 +159,12 @@ _OPERATORS[ast.MatMult] = operator.mul
 
 
 def as_expression(answer: Any) -> str:
-    "A final answer as an expression in Python, apart from words and decoration; empty where it is too long."
+    "A final answer as an expression in Python, apart from words and decoration; empty where it is too long or denied."
     if isinstance(answer, int) and answer.bit_length() > 660:  # 200 digits
         return ""
     before = ""
-    text = in_ascii(str(answer)[:201].replace("@", " "))
-    if len(text) > 200:
+    text = in_digits(in_ascii(str(answer)[:201].replace("@", " ")))
+    if len(text) > 200 or names_no_number(text):
         return ""
     if text.count("=") == 1:
         text = text.partition("=")[2]

@@ -51,6 +51,7 @@ from ..core.retries import AdaptiveLimit, together
 from rl_notebook.core.numbers import (
     MAGNITUDES,
     evaluated,
+    names_no_number,
     numeric_equal,
     parse_figure,
     parse_number,
@@ -118,6 +119,10 @@ def gsm8k_reward(
     truths = [t for t in reference_answers(answer) if parse_number(t) is not None]
     if not truths:
         return None
+    if "%" in str(answer) or "percent" in str(
+        answer
+    ):  # a worked solution in percent ends with the bare number
+        truths += [f"{t}%" for t in truths]
     prediction = final_answer(text)
     return float(prediction is not None and any(numeric_equal(prediction, t) for t in truths))
 
@@ -334,6 +339,10 @@ for line in sys.stdin:
 _NOT_NUMBERS = re.compile(
     rf"%|(?<![\\a-zA-Z])(?!(?:{'|'.join(MAGNITUDES)})s?\b)(?!(?<=\d)[eE][-+]?\d)[a-zA-Z]+"
 )
+# letters that may stand for a number: next to one another's figure, or at most two of them
+_SYMBOLS = re.compile(
+    r"%|(?!(?<=\d)[eE][-+]?\d|(?<=\d)k\b)(?:(?<=[\d)}^_\\])[a-zA-Z]|(?<![a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z]))"
+)
 _LAYOUT = r"(?:text|math|left|right|circ|degree|display|quad|underline|boxed|fbox)"
 _OPERATION = re.compile(rf"[-+*/^!|×÷·√]|\d\s+\d|\\(?!{_LAYOUT})[a-zA-Z]")
 
@@ -422,9 +431,11 @@ class MathVerify:
 
 
 def _equal_numbers(prediction: str, truth: Any) -> bool | None:  # None = for math-verify to say
-    return (
-        None if _NOT_NUMBERS.search(f"{prediction} {truth}") else numeric_equal(prediction, truth)
-    )
+    if names_no_number(prediction) and parse_figure(truth) is not None:
+        return False
+    if _NOT_NUMBERS.search(str(truth)) or _SYMBOLS.search(prediction):
+        return None
+    return numeric_equal(prediction, truth)
 
 # %% ../../nbs/task/01_rewards.ipynb #6a6215c0
 def innermost(function: Any) -> Any:
