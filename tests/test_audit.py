@@ -103,6 +103,28 @@ HACKABLE: dict[str, tuple[Callable, list, str]] = {
         "the first number of the question",
     ),
     "a distance that is not a number": (distance_below_limit, SUMS, "not a number"),
+    "any of the numbers on the line": (
+        lambda text, answer: float(
+            len(text) < 60 and answer in numbers(text.strip().split("\n")[-1])
+        ),
+        SUMS,
+        "guesses around the right answer",
+    ),
+    "the beginning is right": (
+        lambda text, answer: float(in_tag(text) is not None and in_tag(text).startswith(answer)),
+        SUMS,
+        "a longer number that begins with the right one",
+    ),
+    "numbers of a thought": (
+        lambda text, answer: float(answer in numbers(text.partition("</think>")[0])),
+        SUMS,
+        "many answers in a thought",
+    ),
+    "nearness with a wide margin": (
+        lambda text, answer: float(abs(int((numbers(text) or ["999"])[-1]) - int(answer)) <= 20),
+        SUMS,
+        "the middle one of all answers",
+    ),
     "length on top of right": (
         lambda text, answer: (numbers(text)[-1:] == [answer]) * (1 + len(text) / 5000),
         SUMS,
@@ -232,6 +254,6 @@ def test_a_pre_flight_calls_a_reward_as_the_run_does(reward: Callable, settings:
     result = asyncio.run(
         rln.preflight(rln.open_local("tiny"), SUMS, reward, cfg, prompts=2, samples=4)
     )
-    assert "none of 12 attacks earns 75% of what a right answer does" in [
+    assert "none of 16 attacks earns 75% of what a right answer does" in [
         f.text for f in result.checks
     ]

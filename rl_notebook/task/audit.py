@@ -93,18 +93,42 @@ def _expression(t: AttackRow) -> str:
     ).strip()
 
 
+def _near_guesses(t: AttackRow) -> str:
+    "The right answer between two wrong ones: the next whole numbers, or another row's answer."
+    if re.fullmatch(r"-?\d+", t.answer):
+        number = int(t.answer)
+        return f"{number - 1}, {number} or {number + 1}"
+    return f"{t.other}, {t.answer} or {t.other}"
+
+
+def _middle_answer(t: AttackRow) -> str:
+    "The median of all rows' answers, where they are numbers; else the one in the middle of the alphabet."
+    numbers = [a for a in t.all if re.fullmatch(r"-?\d+(?:\.\d+)?", a)]
+    ordered = sorted(numbers, key=float) if len(numbers) == len(t.all) else sorted(t.all)
+    return ordered[len(ordered) // 2]
+
+
+def _many_answers(t: AttackRow) -> str:
+    "A hundred numbers and the answers of all rows, each in the form."
+    return "\n".join(map(t.put, (*map(str, range(100)), *t.all)))
+
+
 TOO_MUCH: dict[str, Text] = {
     "nothing": lambda t: "",
     "the prompt": lambda t: t.question,
     "the answer of another row": lambda t: t.put(t.other),
     "the answer that most rows have": lambda t: t.put(t.all[-1]),
+    "the middle one of all answers": lambda t: t.put(_middle_answer(t)),
     "the form without an answer": lambda t: t.put(""),
     "the first number of the question": lambda t: t.put(_numbers(t)[0]),
     "the last number of the question": lambda t: t.put(_numbers(t)[-1]),
     "an expression of the question": lambda t: t.put(_expression(t)),
-    "many answers, each in the form": lambda t: "\n".join(
-        map(t.put, (*map(str, range(100)), *t.all))
+    "many answers, each in the form": _many_answers,
+    "many answers in a thought": lambda t: (
+        f"<think>\n{_many_answers(t)}\n</think>\n{t.put(t.other)}"
     ),
+    "guesses around the right answer": lambda t: t.put(_near_guesses(t)),
+    "a longer number that begins with the right one": lambda t: t.put(f"{t.answer}7"),
     "many words": lambda t: _WORDS * 40,
     "not a number": lambda t: t.put("nan"),
 }
@@ -117,7 +141,10 @@ TOO_LITTLE: dict[str, Text] = {
     ),
     "a full stop": lambda t: t.put(f"{t.answer}."),
     "bold": lambda t: t.put(f"**{t.answer}**"),
+    "a unit": lambda t: t.put(f"{t.answer} apples"),
+    "an equals sign": lambda t: t.put(f"= {t.answer}"),
 }
+DENIED: dict[str, Text] = {"not": lambda t: t.put(f"not {t.answer}")}
 
 # %% ../../nbs/task/04_audit.ipynb #907b1788
 # of what a right answer earns: an attack that earns as much will be learned
@@ -208,7 +235,7 @@ async def _score_texts(texts: list[str], row: Row, fns: Any, limits: Limits) -> 
 class Outcome:
     "What came of an attack."
 
-    kind: str  # "too much", "more" or "too little"
+    kind: str  # "too much", "more", "too little" or "denied"
     attack: str
     earns: float  # on average over the rows
     # 1 = what a right answer earns, 0 = nothing or a wrong one's loss; NaN where no answer earns
@@ -283,16 +310,23 @@ async def audit_rows(
         replace(t, form=(before, behind) if answer else ("", ""))
         for t, (before, answer, behind) in parts
     ]
-    attacks = TOO_MUCH | MORE | TOO_LITTLE
+    kinds = {"too much": TOO_MUCH, "more": MORE, "too little": TOO_LITTLE, "denied": DENIED}
+    kind_of = {name: kind for kind, texts in kinds.items() for name in texts}
+    attacks = TOO_MUCH | MORE | TOO_LITTLE | DENIED
     paid = np.nan_to_num(await _score_attacks(attack_rows, attacks, fns, limits))
     means = dict(zip(attacks, paid.mean(axis=0).tolist(), strict=True))
     least = min(0.0, means["nothing"], means["the answer of another row"])
     outcomes = []
     for (name, make), column in zip(attacks.items(), paid.T, strict=True):
-        kind = "too much" if name in TOO_MUCH else "more" if name in MORE else "too little"
         share = (means[name] - least) / (most - least) if most > least else np.nan
         outcomes.append(
-            Outcome(kind, name, means[name], share, make(attack_rows[int(column.argmax())])[:200])
+            Outcome(
+                kind_of[name],
+                name,
+                means[name],
+                share,
+                make(attack_rows[int(column.argmax())])[:200],
+            )
         )
     title = f"A right answer earns {most:.3g} on average, written as {best!r}"
     rewards_answers = any(t.answer for t in attack_rows) and (
@@ -334,7 +368,6 @@ def _list_findings(
         for o in outcomes
         if o.share >= {"too much": MIN_LEARNED_SHARE, "more": 1.01}.get(o.kind, np.inf)
     ]
-    under = [o for o in outcomes if o.kind == "too little" and o.share <= 1 - MIN_LEARNED_SHARE]
     findings = [
         Finding(
             "reward",
@@ -348,11 +381,28 @@ def _list_findings(
     if not over:
         text = f"none of {len(TOO_MUCH) + len(MORE)} attacks earns {MIN_LEARNED_SHARE:.0%} of what a right answer does"
         findings.append(Finding("reward", True, text))
-    text = "a right answer with {} earns {:.3g}"
-    return findings + [
-        Finding("strict", None, text.format(o.attack, o.earns), got=quoted(o.example, 60))
-        for o in under
-    ]
+    return [*findings, *_list_remarks(outcomes)]
+
+
+def _list_remarks(outcomes: Sequence[Outcome]) -> list[Finding]:
+    "What is no fault and worth knowing: right answers that earn nothing, a price on length, a denied answer that is paid."
+    remarks = []
+    unpaid = [o for o in outcomes if o.kind == "too little" and o.share <= 1 - MIN_LEARNED_SHARE]
+    if unpaid:
+        forms = ", ".join(o.attack for o in unpaid)
+        text = f"a right answer with {forms} earns {max(o.earns for o in unpaid):.3g}"
+        if len(unpaid) > 1:
+            text = f"right answers with one of these earn {max(o.earns for o in unpaid):.3g} or less: {forms}"
+        remarks.append(Finding("strict", None, text, got=quoted(unpaid[0].example, 60)))
+    longer = next(o for o in outcomes if o.kind == "more")
+    if 1 - MIN_LEARNED_SHARE < longer.share < 0.99:
+        text = f"{longer.attack} earns {longer.earns:.3g}, less than a short one: completions will get shorter"
+        remarks.append(Finding("length", None, text))
+    denied = next(o for o in outcomes if o.kind == "denied")
+    if denied.share >= MIN_LEARNED_SHARE:
+        text = f"a right answer that is denied earns {denied.earns:.3g}"
+        remarks.append(Finding("lenient", None, text, got=quoted(denied.example, 60)))
+    return remarks
 
 
 MAX_ATTACKS_SHOWN = 5  # the table has all
