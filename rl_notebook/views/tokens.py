@@ -36,7 +36,6 @@ from rl_notebook.show.html import (
     tag,
     tint,
     token_strip,
-    token_texts,
 )
 from ..loop.state import Loop
 from ..runs.records import StepRecord, version_at_start

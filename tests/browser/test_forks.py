@@ -59,7 +59,10 @@ def test_a_token_has_alternatives_and_one_of_them_is_tried(notebook: Notebook, i
     expect(known.nth(2)).to_contain_text(
         re.compile("^sampler.*of the distribution that it sampled from")
     )
-    assert known.nth(1).locator("td").first.inner_text() == known.nth(2).locator("td").first.inner_text()
+    assert (
+        known.nth(1).locator("td").first.inner_text()
+        == known.nth(2).locator("td").first.inner_text()
+    )
     sampled.nth(12).click()
     tried = chips.get_by_role("button").first
     word = tried.inner_text()

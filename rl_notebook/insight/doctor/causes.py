@@ -219,6 +219,14 @@ def source_of_row(e: Evidence, row: int, tried: np.ndarray, doubtful: np.ndarray
     return min(equal, key=lambda k: (k != row, other(k)), default=row)
 
 
+def has_same_tokens(e: Evidence, row: int) -> np.ndarray:  # (R,) bool, False for the row itself
+    "Which other rows have the tokens of this one."
+    tokens = e.datums[row].tokens
+    same = [np.array_equal(d.tokens, tokens) for d in e.datums]
+    same[row] = False
+    return np.array(same)
+
+
 def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[CauseFinding]:
     "Rows, or whole groups, have the numbers of others."
     s = by_row(e, e.s, width)
@@ -228,6 +236,8 @@ def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause
     off = np.flatnonzero((np.abs(left) > token_tolerance(e)).any(axis=1))[:limit].tolist()
     for row in off:
         tried = np.concatenate([s[row] - p, from_place(e, row, width) - p[row]])
+        # a row of the same tokens says the same where nothing is wrong: it is no other row
+        tried[np.flatnonzero(np.tile(has_same_tokens(e, row), 2))] = np.nan
         doubtful = np.repeat([s[row] < np.log(MIN_SURE), p[row] < np.log(MIN_SURE)], len(p), axis=0)
         best = source_of_row(e, row, tried, doubtful)
         if best != row and explained(left[row], tried[best], token_tolerance(e)) >= MIN_SURE:
@@ -654,13 +664,25 @@ def self_contradiction(e: Evidence) -> Iterator[CauseFinding]:
         )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #878dc9b7
+def agreement_with_reference(e: Evidence, reference: np.ndarray) -> CauseFinding:
+    "How well (K,) logprobs of the reference are what the sampler says; less sure where a sync changed nothing."
+    text = "the sampler says what the reference says"
+    finding = score_prediction(e, "stale weights", e.s - reference, text)
+    highest = MIN_SURE
+    if "sampler synced" in e.controls:
+        change = e.flat("sampler synced") - e.flat("sampler")
+        if excess(change, token_tolerance(e)) <= (1 - MIN_SURE) * excess(e.gap, token_tolerance(e)):
+            highest = AMBIGUOUS_SCORE
+            text = "also after a sync: the weights do not arrive, or the trainer's forward pass differs from both"
+            finding = replace(finding, text=f"{finding.text}; {text}")
+    return replace(finding, score=min(finding.score, highest))
+
+
 def stale_weights(e: Evidence) -> Iterator[CauseFinding]:
     "The sampler sampled with older weights than the trainer scored with."
     series = e.controls.get("reference", [d.ref_logprobs for d in e.datums])
     if not e.provenance.untrained and any(x is not None for x in series):
-        yield score_prediction(
-            e, "stale weights", e.s - e.flat(series), "the sampler says what the reference says"
-        )
+        yield agreement_with_reference(e, e.flat(series))
     t = e.provenance.trainer_temperature or 1.0
     tol = token_tolerance(e)
     # it may have learned since
