@@ -34,6 +34,7 @@ _HOMES = {
     "core.losses": "make_loss_fn register_loss",
     "loop.rollouts": "RolloutSetup",
     "loop.step": "sync_weights",
+    "runs.cite": "cite",
     "runs.records": "StepRecord",
     "runs.run": "Run RunFolder",
     "runs.watch": "watch",
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
     from .recipes.rl_loop import main as main
     from .recipes.rl_loop import train as train
     from .recipes.predict import predict_step as predict_step
+    from .runs.cite import cite as cite
     from .runs.run import Run as Run
     from .runs.run import RunFolder as RunFolder
     from .runs.records import StepRecord as StepRecord
