@@ -18,7 +18,8 @@ import pytest
 import rl_notebook as rln
 from rl_notebook.cli import main
 from rl_notebook.core.types import RecordError
-from rl_notebook.insight.doctor.why import QUESTIONS, Cause, why, words_of_trainer
+from rl_notebook.insight.doctor.questions import QUESTIONS, Cause
+from rl_notebook.insight.doctor.why import why, words_of_trainer
 
 LOGS = Path(__file__).parent / "logs"
 HEALTHY = {
@@ -55,6 +56,56 @@ CASES = {  # log: the question of the verdict and a part of its text
     "collapsed": (log_of((12, {}), (20, {"entropy": 0.001})), "step size", "entropy"),
     "rate 0": (log_of((12, {"learning_rate": 0.0})), "step size", "in every step"),
     "rate 0.1": (log_of((12, {"learning_rate": 0.1})), "step size", "0.1"),
+    "gradient 0": (log_of((12, {"grad_norm": 0.0})), "computation", "10% of the groups"),
+    "advantages lost": (
+        log_of((12, {"advantage_std": 1.0}), (12, {"advantage_std": 0.01})),
+        "computation",
+        "since step 13",
+    ),
+    "useless values": (log_of((12, {"value_explained_variance": -0.4})), "computation", "-40%"),
+    "repetition": (
+        log_of((20, {"repetition_rate": 0.02}), (20, {"repetition_rate": 0.5})),
+        "completions",
+        "since step 21",
+    ),
+    "cut, then brief": (
+        log_of((12, {"completions/clipped_ratio": 0.4}), (12, {"completions/mean_length": 20.0})),
+        "completions",
+        "40%",
+    ),
+    "one part gains": (
+        "\n".join(
+            json.dumps(
+                HEALTHY
+                | {"reward": 0.4 + 0.01 * i, "rewards/format": 0.01 * i, "rewards/answer": 0.4}
+            )
+            for i in range(90)
+        ),
+        "reward",
+        "answer stays at 0.400",
+    ),
+    "signal runs out": (
+        "\n".join(
+            json.dumps(
+                HEALTHY
+                | {
+                    "reward": 0.3 + 0.004 * i,
+                    "reward_max": 1.5,
+                    "zero_variance_group_frac": i / 140,
+                    "frac_reward_zero_std": None,
+                }
+            )
+            for i in range(100)
+        ),
+        "signal",
+        "68%",
+    ),
+    "NaN, then cut": (
+        log_of((12, {}), (4, {"loss": math.nan, "grad_norm": math.nan} | CUT)),
+        "numbers",
+        "step 13",
+    ),
+    "stands still": (log_of((60, {"kl": 1e-8})), "step size", "after 60 steps"),
     "mismatch": (
         log_of((12, {"sampling/sampling_logp_difference/mean": 0.3})),
         "agreement",
@@ -99,6 +150,25 @@ def test_what_looks_wrong_and_is_right():
     assert verdict.sentence == (
         "No fault was found: the reward is 0.400; not known: reward, computation, sync, agreement, held-out"
     )
+
+
+def test_length_that_grows_with_the_reward_is_said_and_is_no_fault():
+    rows = [
+        HEALTHY
+        | {"reward": 0.01 * i, "completions/mean_length": 80 + 4 * i, "step_time": 2 + 0.1 * i}
+        for i in range(60)
+    ]
+    verdict = why("\n".join(map(str, rows)))
+    assert verdict.exit_code == 0
+    assert any("it may pay length" in cause.text for cause in verdict.open)
+    assert any(cause.title == "A step takes longer" for cause in verdict.expected)
+
+
+def test_a_table_of_markdown_is_read():
+    rows = "\n".join(f"| {i} | 0.0001 | -10.5 | 1.5 | 0.0 | {0.1 * i} |" for i in range(1, 13))
+    header = "| Step | Training Loss | reward | reward_std | rewards / exact | rewards / answer |\n|---|---|---|---|---|---|\n"
+    verdict = why(header + rows)
+    assert verdict.verdict.text == "exact paid 0 in every step"
 
 
 def test_solved_is_no_fault():
@@ -153,6 +223,11 @@ def test_the_fix_is_in_the_words_of_the_trainer():
         == "raise actor_rollout_ref.actor.clip_ratio_high or actor_rollout_ref.actor.kl_loss_coef (with use_kl_loss)"
     )
     assert words_of_trainer("OpenRLHF")("widen eps_clip") == "widen --actor.eps_clip"
+    assert words_of_trainer("prime-rl")("raise kl_beta") == "raise trainer.loss.kl_tau"
+    assert (
+        words_of_trainer("NeMo-RL")("set grad_clip_norm, lower the learning rate")
+        == "set policy.max_grad_norm, lower the learning rate (policy.optimizer.kwargs.lr)"
+    )
     assert words_of_trainer("")("widen eps_clip") == "widen eps_clip"
 
 
@@ -166,7 +241,7 @@ def test_a_trainer_of_transformers_keeps_its_log():
         why(trainer)
 
 
-@pytest.mark.parametrize("source", [3, [3], Path("no-such-log")])
+@pytest.mark.parametrize("source", [3, [3], Path("no-such-log"), "no number\nin these lines"])
 def test_what_cannot_be_asked(source):
     with pytest.raises(RecordError):
         why(source)

@@ -175,6 +175,8 @@ class RunHistory:
         ends = [reward_ends(r) for r in self.records]
         self.ends = np.array(ends).reshape(-1, 2)  # lowest and highest reward of each step
         self.has_groups = any(r.groups for r in self.records)
+        # whether it is known what a completion can earn
+        self.knows_best = self.has_groups or any("reward_max" in r.metrics for r in self.records)
         # several steps look at one
         self.lengths = functools.cache(lambda t, name: length_pairs(self.records[t], name))
 
@@ -197,7 +199,7 @@ class RunHistory:
         "Whether the last five steps earned nearly all that a completion ever did."
         reward = self.finite("reward", t)[1]
         top = float(np.nanmax(self.ends[: t + 1, 1], initial=-math.inf))
-        if not self.has_groups:  # what a completion can earn is not known, what steps earned is
+        if not self.knows_best:  # what steps earned is
             top = float(reward.max(initial=-math.inf))
         worst = float(reward.min(initial=top))
         return top > worst and float(np.median(reward[-5:])) >= top - 0.15 * (top - worst)

@@ -701,6 +701,20 @@ def advantages_by_function(record: StepRecord) -> Iterator[Finding]:
         yield advantage_finding(None, "they are those of an advantage_fn, whose rule is not known")
 
 
+def advantages_lost(record: StepRecord) -> Iterator[Finding]:
+    "Advantages of 0 in every group whose rewards differ."
+    by_group = advantages_by_group(record)
+    with_signal = [
+        g.index for g in record.groups if g.index in by_group and not has_no_signal(g.rewards)
+    ]
+    if len(with_signal) > 1 and not any(by_group[i].any() for i in with_signal):
+        text = f"rewards differ in {len(with_signal)} groups, and all their advantages are 0"
+        fix = "See by what rewards are scaled before the advantages, and whether they are clipped."
+        yield advantage_finding(
+            False, text, expected="advantages that rise with the rewards", fix=fix
+        )
+
+
 def advantages_of_large_rewards(record: StepRecord) -> Iterator[Finding]:
     "Rewards so large that the loss is as large, unless advantages are scaled."
     size, spread = (float(np.abs(x).max(initial=0.0)) for x in advantages_and_rewards(record))
@@ -730,6 +744,7 @@ def check_advantages(record: StepRecord) -> Finding:
         advantages_off_centre,
         advantages_of_other_samples,
         advantages_reversed,
+        advantages_lost,
         advantages_by_function,
         advantages_of_large_rewards,
     )

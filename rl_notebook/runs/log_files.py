@@ -135,7 +135,7 @@ def csv_rows(text: str, name: str = "") -> tuple[list[Row], list[str]]:  # name 
     start = next((i for i, line in enumerate(lines) if line.strip()), 0)
     sign = separator_of(lines[start])
     header, *cells = csv.reader(lines[start:], delimiter=sign or ",")
-    header = [title.strip() for title in header]
+    header = [re.sub(r"\s*/\s*", "/", title.strip()) for title in header]
     whole = list[dict[str, str]]()
     damaged = list[int]()
     for number, fields in enumerate(cells, start=start + 2):
@@ -486,9 +486,21 @@ def is_table(text: str) -> bool:
     )
 
 
+MARKDOWN_RULER = re.compile(r"\s*\|?(\s*:?-+:?\s*\|)+\s*(:?-+:?)?\s*")
+
+
+def without_markdown(text: str) -> str:
+    "A table of Markdown with tabs between its cells; any other text as it is."
+    lines = [line for line in text.split("\n") if line.strip()]
+    if len(lines) < 3 or not MARKDOWN_RULER.fullmatch(lines[1]):
+        return text
+    rows = [line for line in lines if not MARKDOWN_RULER.fullmatch(line)]
+    return "\n".join(re.sub(r"\s*\|\s*", "\t", row.strip().strip("|").strip()) for row in rows)
+
+
 def pasted_rows(text: str) -> tuple[list[Row], list[str]]:
     "The rows of a text: lines of JSON, a table, printed dicts, or lines of pairs, whichever are more."
-    text = clean_text(text)
+    text = without_markdown(clean_text(text))
     if is_table(text):
         return csv_rows(text)
     lines = [line for line in text.split("\n") if line.strip()]

@@ -53,6 +53,7 @@ VERL = {
     "response_length/clip_ratio": "completions/clipped_ratio",
     "training/epoch": "epoch",
     "timing_s/step": "step_time",
+    "critic/vf_explained_var": "value/explained_variance",
     "val-core/*/reward/mean@*": "eval/reward",
     "val-core/*/acc/mean@*": "eval/reward",
     "val-core/*/score/mean@*": "eval/reward",
@@ -200,6 +201,14 @@ SYNONYMS = {
     "clipfrac": "clip",
     "clipped": "clip",
     "entropies": "entropy",
+    "adv": "advantage",
+    "advantages": "advantage",
+    "variance": "std",
+    "var": "std",
+    "vf": "value",
+    "critic": "value",
+    "repetitions": "repetition",
+    "repeated": "repetition",
 }
 WITHOUT_MEANING = {
     "mean",
@@ -220,6 +229,9 @@ WITHOUT_MEANING = {
     "divergence",
     "per",
     "of",
+    "s",
+    "sec",
+    "seconds",
 }
 LIKE = {
     "reward": "reward",
@@ -243,6 +255,31 @@ LIKE = {
     "reward zero std": "frac_reward_zero_std",
     "zero std": "frac_reward_zero_std",
     "group zero std": "frac_reward_zero_std",
+    "group reward zero std": "frac_reward_zero_std",
+    "group reward std": "reward_std",
+    "step time": "step_time",
+    "advantage std": "advantages/std",
+    "advantage zero": "advantages/zero_ratio",
+    "value explained std": "value/explained_variance",
+    "repetition": "completions/repetition_ratio",
+    "completion repetition": "completions/repetition_ratio",
+}
+# what a part of the reward paid: `rewards/NAME` of older TRL, `reward_component.NAME`
+PART = re.compile(
+    r"(?:train/)?rewards?(?:_?(?:component|func|function|fn)s?)?[/.]([^/.]+)(?:[/.]mean)?"
+)
+NO_PART = {
+    "mean",
+    "std",
+    "min",
+    "max",
+    "all",
+    "avg",
+    "total",
+    "sum",
+    "chosen",
+    "rejected",
+    "margins",
 }
 
 
@@ -265,6 +302,12 @@ def by_likeness(name: str) -> str:
     words -= WITHOUT_MEANING
     return next((ours for like, ours in LIKE.items() if words == {*like.split()}), "")
 
+
+def as_part(name: str) -> str:
+    "Our name for the mean of one reward function; empty for another name."
+    part = PART.fullmatch(name)
+    return f"rewards/{part[1]}/mean" if part and part[1] not in NO_PART else ""
+
 # %% ../../nbs/runs/07_metric_names.ipynb #b360a6d9
 RANGES = {
     "reward_std": (0.0, math.inf),
@@ -277,6 +320,11 @@ RANGES = {
     "completions/mean_length": (0.0, math.inf),
     "completions/clipped_ratio": (0.0, 1.0),
     "clip_ratio/region_mean": (0.0, 1.0),
+    "advantages/std": (0.0, math.inf),
+    "advantages/zero_ratio": (0.0, 1.0),
+    "value/explained_variance": (-math.inf, 1.0),
+    "completions/repetition_ratio": (0.0, 1.0),
+    "step_time": (0.0, math.inf),
 }
 
 
@@ -347,6 +395,8 @@ def _reading(name: str, trainer: str) -> tuple[int, int, str, str] | None:
         return 21, 0, ours, "by suffix"
     if ours := by_likeness(name):
         return 22, 0, ours, "by likeness"
+    if ours := as_part(name):
+        return 23, 0, ours, "as a reward function"
     return None
 
 
