@@ -449,3 +449,37 @@ def test_several_runs_or_none_are_rejected_by_name(tmp_path):
         shutil.copytree(FOREIGN / "nemo_rl", tmp_path / name)
     with pytest.raises(RecordError, match="2 of them"):
         Run.open(tmp_path)
+
+
+def test_the_likeliest_tokens_that_miles_recorded_are_read(tmp_path):
+    dump = shutil.copytree(FOREIGN / "miles", tmp_path / "miles") / "dump/rollout_data/0.pt"
+    content = torch.load(dump, weights_only=False)
+    for sample in content["samples"]:
+        length = sample["response_length"]
+        ids = np.full((length, 3), -1, np.int32)
+        logprobs = np.full((length, 3), -np.inf, np.float32)
+        ids[1:, :2] = [[int(t), 7] for t in sample["tokens"][-length:][1:]]
+        logprobs[1:, :2] = [np.log(0.25), np.log(0.75)]
+        sample |= {"rollout_topk_token_ids": ids, "rollout_topk_log_probs": logprobs}
+    torch.save(content, dump)
+    record = Run.open(tmp_path / "miles").record(0)
+    for group in record.groups:
+        for sample in group.samples:
+            assert sample.top_logprobs.distribution == "sampling"
+            assert sample.top_logprobs[sample.prompt_len] == []
+            for at in range(sample.prompt_len + 1, len(sample.tokens)):
+                (likeliest, highest), (own, chance) = sample.top_logprobs[at]
+                assert (likeliest, own) == (7, sample.tokens[at])
+                assert [np.exp(highest), np.exp(chance)] == pytest.approx([0.75, 0.25])
+    for datum in record.datums:
+        sample = record.groups[datum.group].samples[datum.sample]
+        assert [*datum.top_logprobs] == [*sample.top_logprobs][1:]
+
+    content["samples"][0]["rollout_topk_log_probs"] = np.zeros((2, 2), np.float32)
+    torch.save(content, dump)
+    with pytest.raises(RecordError, match="rollout_topk_token_ids"):
+        Run.open(tmp_path / "miles").record(0)
+    content["samples"][0]["rollout_topk_log_probs"] = np.array([print], dtype=object)
+    torch.save(content, dump)
+    with pytest.raises(RecordError, match="unpickling"):
+        Run.open(tmp_path / "miles").record(0)

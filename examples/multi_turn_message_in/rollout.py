@@ -37,7 +37,7 @@ def make_rollout_fn(
             conversation = conversation.add_completion(completion)
             right = is_right(completion.text, sample_prompt["answer"])
             # no room to answer, and no end of turn to reply to
-            cut = completion.finish_reason == "length"
+            cut = completion.truncated
             if right or right is None or cut or conversation.turns == max_turns:
                 return conversation.to_sample(
                     reward(right, retries=conversation.turns - 1), right=right

@@ -21,7 +21,7 @@ def make_rollout_fn(
         "Called once per sample; `sample_prompt` has the row's columns and the prompt's tokens."
         params = rln.SampleParams(**setup.sample_kwargs, seed=sample_prompt["seed"])
         [completion] = await setup.sampler.sample(sample_prompt["prompt_token_ids"], params)
-        if completion.finish_reason == "length":
+        if completion.truncated:
             return None
         right = rln.toy_reward(completion.text, sample_prompt["answer"])
         tidy = rln.toy_format_reward(completion.text)

@@ -217,7 +217,9 @@ def choice_of(
     index: int, message: Any, completion: Completion, tokenizer: Any, logprobs: Any = None
 ) -> dict[str, Any]:
     "One choice of a reply, with these logprobs (C,) of its tokens, if any."
-    ended = "tool_calls" if message.get("tool_calls") else completion.finish_reason
+    ended = "length" if completion.truncated else completion.finish_reason
+    if message.get("tool_calls"):
+        ended = "tool_calls"
     choice: dict[str, Any] = {
         "index": index,
         "message": message,

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from rl_notebook.backends.work import ModelSize, Work
 
 # %% auto #0
-__all__ = ['LossFn', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'SyncReport', 'Capabilities', 'Backend',
-           'with_teacher']
+__all__ = ['LossFn', 'PartialCompletion', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'SyncReport',
+           'Capabilities', 'Backend', 'with_teacher']
 
 # %% ../../nbs/backends/02_base.ipynb #1598f3a6
 LossFn: TypeAlias = (
@@ -47,13 +47,25 @@ LossFn: TypeAlias = (
 GradNormalization = Literal["none", "num_loss_tokens", "num_sequences"]
 
 # %% ../../nbs/backends/02_base.ipynb #f69a4684
+@dataclass(frozen=True, eq=False)
+class PartialCompletion:
+    "A completion that is being sampled, as far as it is."
+
+    key: str  # which one, among those in flight
+    prompt_tokens: Sequence[int]  # (P,) ids
+    tokens: Sequence[int]  # (C,) ids so far; empty while it waits
+    max_tokens: int  # at which it ends in any case
+    cut: Callable[[], None]  # end it with its next token; its finish reason is "cut" then
+
+
 @runtime_checkable
 class Sampler(Protocol):
     """Samples completions from the weights of the last sync.
 
-    What it cannot sample is a `BackendError`, which ends the step; a sample of a rollout function is counted as lost. Two
-    attributes are read where it has them: `policy_version`, that it serves when a loop is opened, and the method
-    `at_most(completions)`, which limits how many are in flight: without it a larger group comes in parts, with other seeds.
+    What it cannot sample is a `BackendError`, which ends the step; a sample of a rollout function is counted as lost. Three
+    attributes are read where it has them: `policy_version`, that it serves when a loop is opened, the method
+    `at_most(completions)`, which limits how many are in flight: without it a larger group comes in parts, with other seeds,
+    and the method `in_flight()`, a list of `PartialCompletion`: without it a dashboard shows counts only.
     """
 
     async def sample(

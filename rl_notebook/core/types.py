@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 # %% auto #0
-__all__ = ['RLNotebookError', 'AlignmentError', 'DatumError', 'LossError', 'ConfigError', 'DataError', 'RewardError',
+__all__ = ['TRUNCATED', 'RLNotebookError', 'AlignmentError', 'DatumError', 'LossError', 'ConfigError', 'DataError', 'RewardError',
            'BackendError', 'DivergedError', 'PhaseError', 'RecordError', 'MissingExtra', 'is_out_of_memory',
            'naming_memory', 'needs', 'SampleParams', 'Logprobs', 'TopLogprobs', 'Completion', 'RolloutSample',
            'RolloutRun', 'PromptGroup', 'Datum', 'TensorData', 'AdamParams', 'LossOutput']
@@ -507,6 +507,9 @@ def _check_top(top: TopLogprobs | None, positions: int, where: str) -> None:
         raise AlignmentError("top_logprobs", where=where, got=got, expected=str(positions))
 
 # %% ../../nbs/core/00_types.ipynb #b492dacb
+TRUNCATED = ("length", "cut")  # finish reasons of what the model would have continued
+
+
 @dataclass(frozen=True, eq=False)
 class Completion:
     "One sampled continuation of a prompt. The logprobs are in completion coordinates: one per sampled token."
@@ -517,7 +520,7 @@ class Completion:
     # (C,) of the distribution sampled from; None = unknown
     sampling_logprobs: np.ndarray | None = None
     text: str = ""  # decoded completion, special tokens left out
-    finish_reason: str = "stop"  # "stop", "length" or "abort"
+    finish_reason: str = "stop"  # "stop", "length", "abort", or "cut" where a person ended it
     policy_version: int = 0  # weights that sampled it
     params: SampleParams = SampleParams()  # how it was sampled
     # experts chosen at each position that the model read, see `Datum.routing`
@@ -543,6 +546,11 @@ class Completion:
                 )
 
     @property
+    def truncated(self) -> bool:
+        "Whether it ended before the model did: at its token limit, or by hand."
+        return self.finish_reason in TRUNCATED
+
+    @property
     def full_tokens(self) -> list[int]:
         "Prompt and completion ids, as `build_grpo_datums` of the Fireworks guides reads them."
         return [*self.prompt_tokens.tolist(), *self.tokens.tolist()]
@@ -562,7 +570,7 @@ class RolloutSample:
     logprobs: np.ndarray
     loss_mask: np.ndarray  # (N,) 1 where the policy sampled the token
     reward: float | None  # None = unscorable: leaves its group and is counted
-    finish_reason: str = "stop"  # "stop", "length" or "abort"
+    finish_reason: str = "stop"  # "stop", "length", "abort", or "cut" where a person ended it
     text: str = ""  # what the policy said
     rewards: Mapping[str, float | None] = field(default_factory=dict)  # per reward function
     raw_logprobs: np.ndarray | None = None  # (N,) at temperature 1 over the full vocabulary
@@ -599,8 +607,8 @@ class RolloutSample:
 
     @property
     def truncated(self) -> bool:
-        "Whether the completion was cut at its token budget."
-        return self.finish_reason == "length"
+        "Whether it ended before the model did: at its token limit, or by hand."
+        return self.finish_reason in TRUNCATED
 
     @property
     def turns(self) -> list[tuple[int, int]]:

@@ -378,12 +378,15 @@ def check_completions(record: StepRecord) -> Finding:
         )
     empty = sum("is empty" in r for r in reasons)
     lost = f"{len(reasons)} of {total} completions lost" + (f" ({empty} empty)" if empty else "")
+    limit = "the limit"
+    if any(s.finish_reason == "cut" for s in samples):
+        limit += " or by hand"
     text = (
-        "all completions were cut at the limit"
+        f"all completions were cut at {limit}"
         if cut == total
-        else f"{cut} of {total} completions cut at the limit"
+        else f"{cut} of {total} completions cut at {limit}"
     )
-    text = (f"{lost}, {cut} cut at the limit" if cut else lost) if reasons else text
+    text = (f"{lost}, {cut} cut at {limit}" if cut else lost) if reasons else text
     if len(reasons) >= MAX_TROUBLED_SHARE * total:
         return check(
             False,

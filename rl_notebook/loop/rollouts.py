@@ -226,7 +226,7 @@ def check_sample(sample: RolloutSample, where: str) -> None:
         )
 
 
-ENDS = ("stop", "length", "abort")
+ENDS = ("stop", "length", "abort", "cut")
 ABOVE_ZERO = 0.01  # nats: as far rounding may bring the logprob of a sure token
 
 

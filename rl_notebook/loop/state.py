@@ -312,6 +312,7 @@ class Loop:
         self.bar: Any = None  # over steps
         self.opened = time.perf_counter()  # where the timelines of its records begin
         self.counts: Counter[str] = Counter()  # of samples and rows, since it was opened
+        self.sampling: list[Prompt] = []  # prompts whose completions are in flight
         # of rows that are in flight while the loop does something else
         self.producer: Producer[ScoredGroup] | None = None
 
@@ -385,18 +386,24 @@ class Loop:
         if context is None:
             context = {"epoch": prompt.number // len(self.rows), "evaluation": False}
         rollout_fn = self.task.rollout_fn
-        return await sample_group(
-            prompt,
-            self.sampler,
-            params or c.sample_params(seed=c.seed),
-            rollout_fn,
-            context=context,
-            on_template_mismatch=c.on_template_mismatch,
-            retries=c.rollout_retries,
-            group_retries=c.max_incomplete_group_retries,
-            # a sampler that stays away is an error, unless a rollout function calls it
-            breaker=None if rollout_fn is None else self.breaker,
-        )
+        self.sampling.append(prompt)
+        try:
+            rollouts = await sample_group(
+                prompt,
+                self.sampler,
+                params or c.sample_params(seed=c.seed),
+                rollout_fn,
+                context=context,
+                on_template_mismatch=c.on_template_mismatch,
+                retries=c.rollout_retries,
+                group_retries=c.max_incomplete_group_retries,
+                # a sampler that stays away is an error, unless a rollout function calls it
+                breaker=None if rollout_fn is None else self.breaker,
+            )
+        finally:
+            self.sampling.remove(prompt)
+        self.counts["prompts_sampled"] += 1
+        return rollouts
 
     @property
     def title(self) -> str:

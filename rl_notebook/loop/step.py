@@ -182,8 +182,11 @@ def list_rollouts(
 ) -> PhaseResult[Rollouts]:
     "Completions per prompt: how many, how long, how many ran out of room, and the first of them."
     samples = [s for r in rollouts for s in r.samples]
-    cut = sum(s.truncated for s in samples)
+    cut = sum(s.finish_reason == "length" for s in samples)
+    by_hand = sum(s.finish_reason == "cut" for s in samples)
     headline = f"{len(samples)} samples of {len(rollouts)} prompts, {cut} cut at the limit"
+    if by_hand:
+        headline += f", {by_hand} by hand"
 
     def table():
         return pd.DataFrame([_rollouts_row(r) for r in rollouts])

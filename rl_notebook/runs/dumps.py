@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..core.files import open_file, read_file
-from ..core.types import RecordError
+from ..core.types import RecordError, TopLogprobs
 from .foreign import Reader, Row, renamed
 from .records import check_unpacked, check_zip, parsing, read_table
 
@@ -100,6 +100,8 @@ def element_count(value: Any, counts: dict[int, float]) -> float:
     "Elements of nested lists and tensors, a shared one as often as it occurs; infinite where one holds itself."
     if hasattr(value, "numel"):
         return value.numel()
+    if isinstance(value, np.ndarray):
+        return value.size
     if not isinstance(value, Mapping | list | tuple | set):
         return 1
     if id(value) not in counts:
@@ -174,8 +176,44 @@ _SLIME = {
 _ENDS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 
+# what a plain array of numbers is made of in a pickle
+_ARRAYS = (
+    np._core.multiarray._reconstruct,
+    np.ndarray,
+    np.dtype,
+    np.dtypes.Int32DType,
+    np.dtypes.Int64DType,
+    np.dtypes.Float32DType,
+    np.dtypes.Float64DType,
+)
+
+
+def _top(fields: Mapping[str, Any]) -> TopLogprobs | None:
+    "The sampler's likeliest tokens, (length, k) ids, -1 where there are fewer, with their logprobs; None where miles did not record them."
+    ids = fields.get("rollout_topk_token_ids")
+    logprobs = fields.get("rollout_topk_log_probs")
+    if ids is None or logprobs is None:
+        return None
+    ids = np.asarray(ids)
+    logprobs = np.asarray(logprobs, dtype=np.float64)
+    if ids.shape != logprobs.shape or ids.ndim != 2:
+        got = f"shapes {ids.shape} and {logprobs.shape}"
+        raise RecordError(
+            "rollout_topk_token_ids", got=got, expected="(length, k), as their logprobs"
+        )
+    known = (ids >= 0) & np.isfinite(logprobs)
+    there = known.any(1)
+    rows = [
+        [*zip(i[k].tolist(), lp[k].tolist(), strict=True)]
+        for i, lp, k in zip(ids[there], logprobs[there], known[there], strict=True)
+    ]
+    # its support mode records what is left after the cuts, and without that mode nothing may be cut
+    return replace(TopLogprobs.from_rows(rows), sampled=there)
+
+
 def _row(columns: Mapping[str, Any], sample: Mapping[str, Any] | None = None) -> Row:
     "A row from what the trainer had of a sample, and the `Sample` of `rollout_data`."
+    top = _top({**(sample or {}), **columns})
     fields = renamed({**(sample or {}), **columns}, _SLIME)
     sample = sample or {}
     if "loss_mask" not in fields:
@@ -192,6 +230,7 @@ def _row(columns: Mapping[str, Any], sample: Mapping[str, Any] | None = None) ->
     ]
     return Row(
         **fields,
+        top=top,
         reward=next((float(value) for value in rewards_in_order if value is not None), None),
         rewards=named,
         finish_reason=_ENDS.get(
@@ -214,12 +253,14 @@ class Miles(PtFiles):
         self, step: int
     ) -> list[dict[str, Any]]:  # the samples of `rollout_data`, if that file is there
         file = self.path / "rollout_data" / f"{step}.pt"
-        return list(load_pt(file)["samples"]) if file.exists() else []
+        return list(load_pt(file, _ARRAYS)["samples"]) if file.exists() else []
 
     def _rows(self, step: int) -> list[Row]:
         try:
             samples = [
-                sample for path in self.files[step] for sample in _of_rank(load_pt(path), path)
+                sample
+                for path in self.files[step]
+                for sample in _of_rank(load_pt(path, _ARRAYS), path)
             ]
         except RecordError:
             if (columns := self.path / "dashboard_columns" / f"rollout_{step}.parquet").exists():
@@ -258,7 +299,7 @@ class Slime(Miles):
     caveats = "`log_probs` are read as old logprobs; with reused rollout logprobs slime writes those of the policy there"
 
     def _rows(self, step: int) -> list[Row]:
-        content = load_pt(self.files[step][0])
+        content = load_pt(self.files[step][0], _ARRAYS)
         samples = self._sampled(step)
         by_index = {s.get("index"): s for s in samples}
         raw = content.get("raw_reward") or []
@@ -271,7 +312,7 @@ class Slime(Miles):
         return rows
 
     def _about(self, step: int) -> dict[str, Any]:
-        shards = load_pt(self.files[step][0]).get("dp_shards") or [{}]
+        shards = load_pt(self.files[step][0], _ARRAYS).get("dp_shards") or [{}]
         return {"updates": [int(n) for n in shards[0].get("global_batch_sizes") or ()]}
 
 

@@ -30,6 +30,7 @@ from rl_notebook.core.types import (
     PromptGroup,
     RecordError,
     RolloutSample,
+    TopLogprobs,
 )
 from .records import StepRecord, check_kinds, check_unpacked, parsing
 
@@ -50,6 +51,7 @@ class Row:
     ref_logprobs: Any = None
     entropy: Any = None
     dlogprobs: Any = None
+    top: TopLogprobs | None = None  # the sampler's likeliest tokens, by token or as the mask
     advantages: Any = None  # one, or one a token
     reward: float | None = None
     rewards: Mapping[str, float | None] = field(default_factory=dict)
@@ -101,6 +103,11 @@ def placed(row: Row) -> Row:
                 raise RecordError(f"{name} of a completion", got=got, expected=expected)
             outside = 0.0 if name in ("loss_mask", "weights") else np.nan
             series[name] = np.r_[np.full(n - len(values), outside), values]
+    if row.top is not None:
+        if len(row.top) not in (n, len(row.loss_mask)):
+            expected = f"{n}, one per token, or {len(row.loss_mask)}, as the mask"
+            raise RecordError("likeliest tokens", got=f"{len(row.top)} places", expected=expected)
+        series["top"] = TopLogprobs.join([n - len(row.top), row.top])
     # a sample that was taken out of the loss
     if n and len(row.loss_mask) < n and not series["loss_mask"].any():
         series |= {
@@ -177,7 +184,9 @@ def _datum(row: Row, group: int, sample: int) -> Datum:
         if n != "policy_logprobs" and getattr(row, n) is not None
     }
     weights = row.loss_mask if row.weights is None else row.weights
-    return Datum(row.tokens, weights[1:], _advantage(row), group=group, sample=sample, **series)
+    top = None if row.top is None else row.top.part(1, len(row.tokens))
+    place = {"group": group, "sample": sample}
+    return Datum(row.tokens, weights[1:], _advantage(row), top_logprobs=top, **place, **series)
 
 
 def _sample(row: Row, ours: float | None) -> RolloutSample:
@@ -189,7 +198,10 @@ def _sample(row: Row, ours: float | None) -> RolloutSample:
         np.full(len(row.tokens), np.nan) if row.sampler_logprobs is None else row.sampler_logprobs
     )
     return RolloutSample(
-        logprobs=logprobs, info=info, **{name: getattr(row, name) for name in _AS_THEY_ARE}
+        logprobs=logprobs,
+        info=info,
+        top_logprobs=row.top,
+        **{name: getattr(row, name) for name in _AS_THEY_ARE},
     )
 
 

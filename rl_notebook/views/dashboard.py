@@ -29,7 +29,7 @@ __all__ = ['Dashboard']
 
 # %% ../../nbs/views/04_dashboard.ipynb #e67811f9
 from ..loop.async_loop import AsyncGRPOLoop
-from ..backends.base import Meter
+from ..backends.base import Meter, PartialCompletion
 from ..core.types import PhaseError, PromptGroup, RLNotebookError
 from ..show.html import html_table, rewards_html
 from ..loop.loop import GRPOLoop, why_ended
@@ -58,6 +58,7 @@ from rl_notebook.views.payloads import (
     completion_row,
     completions_table,
     history_row,
+    in_flight_payload,
     is_asynchronous,
     run_payloads,
     step_payloads,
@@ -99,6 +100,7 @@ class Watch:
     step: int = 0
     since: float = 0.0  # on the clock of `time.monotonic`
     meter: Meter = field(default_factory=Meter)  # at the beginning
+    sampled: int = 0  # prompts that had come back at the beginning
 
     def look(self, loop: Loop, phase: str) -> None:
         "Begin again when another phase is running than last time."
@@ -107,6 +109,7 @@ class Watch:
             self.step = loop.state.number
             self.since = time.monotonic()
             self.meter = replace(loop.backend.meter)
+            self.sampled = loop.counts["prompts_sampled"]
 
 # %% ../../nbs/views/04_dashboard.ipynb #2dc81f7d
 def progress_of(loop: Loop, watch: Watch) -> dict[str, Any] | None:  # None when nothing runs
@@ -228,6 +231,45 @@ class CompletionsPane(anywidget.AnyWidget):
     )  # sort, search, filters, page: what the reader has chosen
     completion = traitlets.Dict().tag(sync=True)  # of `completion_of`; empty when none is open
     inspecting = traitlets.Bool(False).tag(sync=True)  # whether tokens are shown below
+
+# %% ../../nbs/views/04_dashboard.ipynb #f0a6f923
+LOOK = 0.5  # seconds between two looks at what is in flight
+
+
+class RolloutsPane(anywidget.AnyWidget):
+    "The completions that are being sampled, as far as they are, each with a button that ends it."
+
+    _esm = module("rollouts.js")
+    _css = asset("dashboard.css")
+    payload = traitlets.Dict().tag(sync=True)  # of `in_flight_payload`
+
+    def __init__(self):
+        super().__init__()
+        self.partials: dict[str, PartialCompletion] = {}  # that are shown, by key
+        self.looked = 0.0  # when
+
+    def look(self, loop: Loop, watch: Watch) -> None:
+        "Show what is in flight; at most twice a second."
+        now = time.monotonic()
+        if now - self.looked < LOOK:
+            return
+        self.looked = now
+        in_flight = getattr(loop.sampler, "in_flight", None)
+        partials = in_flight() if in_flight and loop.sampling else []
+        self.partials = {partial.key: partial for partial in partials}
+        self.payload = in_flight_payload(
+            loop.sampling,
+            loop.state.values.get("prompts", ()),
+            partials,
+            watch.phase,
+            loop.counts["prompts_sampled"] - watch.sampled,
+            loop.backend.tokenizer.decode,
+        )
+
+    def cut(self, key: str) -> None:
+        "End a completion with its next token, if it is still in flight."
+        if key in self.partials:
+            self.partials[key].cut()
 
 # %% ../../nbs/views/04_dashboard.ipynb #074f46f1
 def current_record(loop: Loop) -> StepRecord | None:  # None before there are samples
@@ -478,6 +520,7 @@ class Screen:
         self.head, self.trouble, self.now, self.words = (ipywidgets.HTML() for _ in range(4))
         self.value = ipywidgets.HTML()  # what the last phase has returned
         self.inspector = box_of([], "rld-inspector")
+        self.rollouts = RolloutsPane()
         self.loop = d.loop
         # forks and curves, which the inspector shows, also of steps that have no folder
         self.results: WeakKeyDictionary[StepRecord, list[Any]] = WeakKeyDictionary()
@@ -486,7 +529,7 @@ class Screen:
         self.speed.observe(lambda change: call(slow_down, d, change["new"]), "value")
         for control in (self.more, self.rows):
             control.observe(lambda change: call(show_charts, d), "value")
-        for widget in (self.pane, self.charts):
+        for widget in (self.pane, self.charts, self.rollouts):
             widget.on_msg(lambda _, message, buffers: call(on_pane_message, d, message))
         names = {
             "speed": self.speed,
@@ -502,6 +545,7 @@ class Screen:
         controls = box_of([*self.buttons.values(), *chosen], "rld-controls")
         board = box_of([self.charts, self.value, self.pane], "rld-grid")
         top = [controls, self.settings.box, self.head, self.trouble, self.now, self.words]
+        top.append(self.rollouts)
         self.root = box_of([*top, board, self.inspector], "rld")
         deliver_to_main(self.root)
 
@@ -585,7 +629,7 @@ def apply_settings(dashboard: Dashboard) -> None:
 
 # %% ../../nbs/views/04_dashboard.ipynb #a3b495d7
 def on_pane_message(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
-    "A message of the completions pane or of the map: what was clicked, tokens to inspect."
+    "A message of a pane or of the map: what was clicked, tokens to inspect, a completion to cut."
     screen = dashboard.screen
     tokenizer = dashboard.loop.backend.tokenizer
     match message:
@@ -600,6 +644,8 @@ def on_pane_message(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
             screen.close_completion()
         case {"inspect": bool(wanted)}:
             screen.inspect(wanted, tokenizer)
+        case {"cut": str(key)}:
+            screen.rollouts.cut(key)
 
 # %% ../../nbs/views/04_dashboard.ipynb #a43fefe0
 def show_charts(dashboard: Dashboard) -> None:
@@ -756,6 +802,8 @@ def tick(dashboard: Dashboard) -> None:
     try:
         if not passing:  # else what is shown is the last step, all of it
             show_step(d)
+        if not passing or isinstance(d.loop, AsyncGRPOLoop) or d.screen.rollouts.payload:
+            d.screen.rollouts.look(d.loop, d.watch)
     except Exception as e:  # any error of a view: the phase itself is sound
         d.report_view_error(e)
     refresh_head(d)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..backends.base import PartialCompletion
 from ..core.datums import sample_of, target_series
 from ..core.gaps import ROUNDING
 from ..core.metrics import dead_marks
@@ -31,6 +33,7 @@ from ..show.html import prompt_text, shown_text, token_texts
 from ..core.loss_params import SEQUENCE_RATIO
 from ..runs.records import StepRecord, expect, scored_first, utf8
 from ..runs.run import metrics_row
+from ..task.data import Prompt
 from ..insight.doctor.evidence import Evidence, gather, mismatch
 
 # %% auto #0
@@ -877,6 +880,66 @@ def series_payload(
         "worst": worst,
         "bad": np.flatnonzero(scored & ~finite).tolist(),
     }
+
+# %% ../../nbs/views/01_payloads.ipynb #711134f6
+SHOWN_IN_FLIGHT = 24  # completions whose text is shown
+TAIL = 80  # of their last tokens
+WAITS = {"sample": "The step waits for", "evaluate": "The evaluation waits for"}  # by phase
+
+
+def prompt_of(completion: PartialCompletion, prompts: Sequence[Prompt]) -> Prompt | None:
+    "The longest of these prompts that a completion was sampled from, or a conversation that begins with it."
+    read = tuple(completion.prompt_tokens)
+    fits = [p for p in prompts if read[: len(p.tokens)] == tuple(p.tokens.tolist())]
+    return max(fits, key=lambda p: len(p.tokens), default=None)
+
+
+def in_flight_payload(
+    sampling: Sequence[Prompt],  # whose completions are in flight
+    of_step: Sequence[Prompt] = (),  # prompts of the step; others are rows of the data
+    partials: Sequence[PartialCompletion] = (),
+    phase: str = "",  # that the loop runs
+    finished: int = 0,  # prompts that have come back in this phase
+    decode: Callable[[list[int]], str] = str,
+) -> dict[str, Any]:
+    "Whom the loop waits for, in a line, and the completions that are longest so far; empty when nothing is in flight."
+    if not sampling:
+        return {}
+
+    def name_of(prompt: Prompt) -> str:
+        inside = any(p is prompt for p in of_step)
+        return f"group {prompt.index}" if inside else f"row {prompt.number}"
+
+    owned = list[tuple[str, PartialCompletion]]()
+    by_read: dict[int, Prompt | None] = {}  # by the tokens that it reads, which a request shares
+    for completion in partials:
+        read = id(completion.prompt_tokens)
+        if read not in by_read:
+            by_read[read] = prompt_of(completion, sampling)
+        prompt = by_read[read]
+        if prompt is not None:
+            owned.append((name_of(prompt), completion))
+    counts = Counter(name for name, _ in owned)
+    names = [name_of(p) for p in sampling]
+    of = {name: f" ({n} completion{'' if n == 1 else 's'})" for name, n in counts.items()}
+    listed = [name + of.get(name, "") for name in names[:6]]
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    back = f"; {finished} prompts are back" if phase in WAITS else ""
+    line = f"{WAITS.get(phase, 'In flight:')} {', '.join(listed)}{more}{back}."
+    longest = sorted(owned, key=lambda pair: -len(pair[1].tokens))[:SHOWN_IN_FLIGHT]
+    kept = {completion.key for _, completion in longest}
+    rows = [
+        {
+            "key": completion.key,
+            "name": name,
+            "tokens": len(completion.tokens),
+            "most": completion.max_tokens,
+            "text": decode(list(completion.tokens[-TAIL:])),
+        }
+        for name, completion in owned
+        if completion.key in kept
+    ]
+    return {"line": line, "rows": rows, "left_out": len(owned) - len(rows)}
 
 # %% ../../nbs/views/01_payloads.ipynb #1348cb23
 SAMPLED_FROM = {  # by `TopLogprobs.distribution`

@@ -92,6 +92,8 @@ PILE = """async ([module, script, about]) => {
 # plotly takes a moment to see what the mouse is on.
 POINTED = "([plot, group, sample]) => plot._hoverdata?.[0]?.x === sample && plot._hoverdata[0].y === group"
 
+THEME = "theme => window.jupyterapp.commands.execute('apputils:change-theme', { theme })"
+
 # What the focus is on.
 FOCUSED = """() => {
     const e = document.activeElement;
@@ -363,6 +365,69 @@ def test_updates_do_not_pile_up_in_the_browser(open_page: Callable[..., Page], t
     page.evaluate(PILE, [module("charts.js"), plotly_script(), about])
     page.wait_for_function("() => drawn.at(-1) === 300")
     assert len(page.evaluate("drawn")) <= 2, "the drawing in progress, and one of the newest"
+
+
+# The engine stops at a token of its first row until it may go on, as a large model would take its time.
+SLOW_ENGINE = """
+import time
+from dataclasses import replace
+
+cfg = replace(cfg, max_completion_tokens=32)
+loop = GRPOLoop(loop.backend, toy_rows(40, split="hard"), reward, cfg)
+engine = loop.backend.sampler.engine
+run_steps = engine.run_steps
+allowed = [3]
+
+
+def wait_for_permission(steps=16):
+    if engine.rows and len(engine.rows[0].tokens) >= allowed[-1]:
+        time.sleep(0.05)
+        return []
+    return run_steps(1)
+
+
+engine.run_steps = wait_for_permission"""
+
+
+def test_texts_appear_while_they_are_sampled_and_one_is_cut(lab: Lab):
+    notebook = open_dashboard(lab, [CELLS[LOOP] + SLOW_ENGINE, CELLS[SHOW]], "rollouts.ipynb")
+    board = notebook.show(SHOW)
+    press(board, "phase")
+    at_rest(notebook, board)
+    press(board, "phase")
+    flights = board.locator(".rld-flight")
+    tails = flights.locator(".rld-tail")
+    expect(flights).to_have_count(12)
+    waited_for = ", ".join(f"group {i} (4 completions)" for i in range(3))
+    expect(board.locator(".rld-rollouts summary")).to_have_text(
+        f"The step waits for {waited_for}; 0 prompts are back."
+    )
+    expect(flights.first).to_contain_text("3 / 32")
+    notebook.shot("rollouts", SHOW)
+    notebook.page.evaluate(THEME, "JupyterLab Dark")
+    notebook.shot("rollouts_dark", SHOW)
+    notebook.page.evaluate(THEME, "JupyterLab Light")
+    before = tails.all_inner_texts()
+    notebook.ask("allowed.append(4)")
+    expect(flights.first).to_contain_text("4 / 32")
+    assert all(
+        text.startswith(old) for text, old in zip(tails.all_inner_texts(), before, strict=True)
+    )
+    working = next(i for i, text in enumerate(before) if "#" not in text)  # the others end at once
+    group = int(flights.nth(working).locator("b").inner_text().removeprefix("group "))
+    flights.nth(working).get_by_role("button").click()
+    expect(flights).to_have_count(11)
+    notebook.ask("allowed.append(99)")
+    at_rest(notebook, board)
+    expect(flights).to_have_count(0)
+    ended = notebook.ask(
+        "[[s.finish_reason for s in r.samples] for r in loop.state.values['sample']]"
+    )
+    assert [reasons.count("cut") for reasons in ended] == [i == group for i in range(3)]
+    press(board, "step")
+    at_rest(notebook, board)
+    assert notebook.ask("loop.state.number") == 2
+    notebook.close()
 
 
 @pytest.mark.slow

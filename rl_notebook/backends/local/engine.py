@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..base import Meter
+from ..base import Meter, PartialCompletion
 from .fast import EMPTY_PREFIX, CachedPrefix, SlotCache
 from .model import CausalModel, RecordedStep, decode_step, padded, prefill
 from .prefixes import sent
@@ -241,6 +241,7 @@ class Request:
     on_token: Callable[[list[int]], Any] | None = None
     matcher: Any = None  # follows the grammar of `params`, from its beginning; None = there is none
     raw_top: bool = False  # report the likeliest tokens at temperature 1 with nothing cut off
+    cut: set[int] = field(default_factory=set)  # completions that end with their next token
 
     def __post_init__(self):
         self.completions = [None] * self.params.n
@@ -282,13 +283,15 @@ def stopped_by_text(tokens: Sequence[int], stop: Sequence[str], tokenizer: Any) 
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #932be0ad
 def finish_reason(row: Row, tokenizer: Any) -> str | None:
-    "Why the row ends with its newest token: 'stop', 'length' or not at all."
+    "Why the row ends with its newest token: 'stop', 'length', 'cut' or not at all."
     params = row.request.params
     if row.tokens[-1] in row.request.stop_ids:
         return "stop"
     if params.stop and stopped_by_text(row.tokens, params.stop, tokenizer):
         return "stop"
-    return "length" if len(row.tokens) >= params.max_tokens else None
+    if len(row.tokens) >= params.max_tokens:
+        return "length"
+    return "cut" if row.index in row.request.cut else None
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #f5c95531
 def final_text(row: Row, tokenizer: Any) -> str:
@@ -681,6 +684,22 @@ def retire(engine: Engine, i: int, reason: str) -> Request:
     return request
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #88224b38
+def partial_completions(engine: Engine, requests: Iterable[Request]) -> list[PartialCompletion]:
+    "What these requests still wait for, as far as it is sampled; reads only, from any thread."
+    rows = {(row.request, row.index): row for row in list(engine.rows)}
+    out = []
+    for request in requests:
+        for i, completion in enumerate(request.completions):
+            if completion is not None or i in request.cut:
+                continue
+            row = rows.get((request, i))
+            tokens = () if row is None else tuple(row.tokens)
+            cut = partial(request.cut.add, i)
+            most = request.params.max_tokens
+            out.append(PartialCompletion(f"{id(request)}-{i}", request.prompt, tokens, most, cut))
+    return out
+
+
 def drop(engine: Engine, i: int) -> None:
     "Remove row `i` from batch and cache; the last row takes its place."
     last = engine.rows.pop()

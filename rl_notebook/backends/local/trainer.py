@@ -25,7 +25,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from ..base import Backend, Capabilities, GradNormalization, LossFn
+from rl_notebook.backends.base import (
+    Backend,
+    Capabilities,
+    GradNormalization,
+    LossFn,
+    PartialCompletion,
+)
 from rl_notebook.backends.local.engine import (
     Engine,
     Request,
@@ -33,6 +39,7 @@ from rl_notebook.backends.local.engine import (
     check_tokens,
     echo,
     likeliest,
+    partial_completions,
 )
 from rl_notebook.backends.local.loading import (
     check_adapter,
@@ -863,6 +870,12 @@ class LocalSampler:
     ) -> tuple[np.ndarray, np.ndarray]:  # (N-1, count) ids, and their logprobs
         "The likeliest tokens at each place with their raw logprobs, target coordinates, from the weights of the last sync."
         return await self.post(partial(likeliest, self.engine, tokens, count))
+
+    def in_flight(self) -> list[PartialCompletion]:
+        "The completions that are being sampled or wait for it; from any thread, and without a trace in what is sampled."
+        posted = [pending.item for pending in list(self.inbox)]
+        requests = [*list(self.open), *(item for item in posted if isinstance(item, Request))]
+        return partial_completions(self.engine, [r for r in requests if not r.cancelled])
 
     async def post(self, item: Any) -> Any:
         "Put an item into the inbox and wait for its result."
