@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from test_loop import make_loop
 
-from rl_notebook.core.intervals import betting, clopper_pearson, mean_interval
+from rl_notebook.core.intervals import RANGE_SEEN, betting, clopper_pearson, mean_interval
 from rl_notebook.core.types import ConfigError, DataError, RLNotebookError, SampleParams
 from rl_notebook.experiments.fork import Fork, fork, make_tree
+from rl_notebook.experiments.locate import locate
 from rl_notebook.loop.back import save_checkpoint
 from rl_notebook.runs.run import RunFolder
 from rl_notebook.task.chat import start_conversation
@@ -45,6 +46,7 @@ def test_the_next_step_is_the_same_to_the_last_bit():
         result = await fork(forked, record, 0, 0, n=4)
         assert "from the undo slot" in result.weights
         assert result.gap < 1e-5
+        await locate(forked, record, 0, 0, 24, bounds=(0.0, 2.0))
         [a] = await forked.run(1, progress=False)
         [b] = await other.run(1, progress=False)
         assert same_samples(a, b)
@@ -155,7 +157,8 @@ def test_a_backend_needs_a_reward_and_gives_the_same():
         assert "which are those of the record" in theirs.weights
         assert mine.weights == "those of step 1, which are loaded"
         lengths = await fork(loop, record, 0, 0, n=4, token=[7], reward=lambda text: len(text) / 7)
-        assert {b.interval.method for b in lengths.branches} == {"bootstrap"}
+        assert {b.interval.method for b in lengths.branches} == {RANGE_SEEN}
+        assert not lengths.sampled.interval.is_guaranteed
         assert Fork.from_json(mine.to_json()) == mine
         assert "<table" in mine._repr_html_()
         for wrong in (

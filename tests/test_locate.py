@@ -56,6 +56,13 @@ def test_a_rise_between_the_places_looked_at_first_is_found(seed):
     assert place_on(curve, seed)[0] == 3
 
 
+def test_a_fall_that_the_first_batches_hide_is_found():
+    curve = [0.25, 0.5, 0.65, 0.58, 0.71, 0.71, 0.0]
+    places = [place_on(curve, seed)[0] for seed in range(8)]
+    assert places.count(5) >= 6
+    assert set(places) <= {5, None}
+
+
 def test_a_small_budget_says_that_it_does_not_know():
     curve = [0.9] * 20 + [0.05] * 20 + [0.0]
     for budget in (24, 48):

@@ -8,28 +8,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
 from .types import RewardError, quoted
 
 # %% auto #0
-__all__ = ['Interval', 'clopper_pearson', 'betting', 'mean_interval', 'difference_interval']
+__all__ = ['RANGE_SEEN', 'Interval', 'clopper_pearson', 'betting', 'mean_interval', 'difference_interval']
 
 # %% ../../nbs/core/17_intervals.ipynb #b3b2f9fa
+# of an interval by betting whose bounds are the smallest and the largest reward of all that were seen
+RANGE_SEEN = "betting within the rewards seen"
+
+
 @dataclass(frozen=True)
 class Interval:
     "A range that contains the true value with at least, or about, a given confidence."
 
     low: float
     high: float
-    method: str = ""  # "Clopper-Pearson", "betting", "bootstrap"; "" = known exactly
+    method: str = ""  # "Clopper-Pearson", "betting", RANGE_SEEN or "bootstrap"; "" = known exactly
     level: float = 0.95  # confidence
 
     @property
     def is_guaranteed(self) -> bool:
         "Whether the confidence is at least `level` for every distribution and number of samples."
-        return self.method != "bootstrap"
+        return self.method not in (RANGE_SEEN, "bootstrap")
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
@@ -131,14 +136,27 @@ def betting(
 RESAMPLES = 2000
 
 
+def student_quantile(level: float, freedom: int) -> float:
+    "How many standard errors reach to each side of a mean, by the Cornish-Fisher expansion of Student's t."
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
 def bootstrap(values: Sequence[float] | np.ndarray, level: float = 0.95) -> Interval:
-    "The mean of a distribution without known bounds, about; NaN where all values are equal."
+    """The mean of a distribution without known bounds, about; NaN where all values are equal.
+
+    Source: Hesterberg, What Teachers Should Know About the Bootstrap (arXiv:1411.5279), expanded percentile interval."""
     array = finite_array(values)
     if np.ptp(array) == 0:
         return Interval(math.nan, math.nan, "bootstrap", level)
-    chosen = np.random.default_rng(0).integers(len(array), size=(RESAMPLES, len(array)))
-    beyond = (1 - level) / 2
-    low, high = np.quantile(array[chosen].mean(1), [beyond, 1 - beyond])
+    n = len(array)
+    pool = np.concatenate([array, [array.min(), array.max()]])
+    chosen = np.random.default_rng(0).integers(len(pool), size=(RESAMPLES, n))
+    beyond = NormalDist().cdf(-student_quantile(level, n - 1) * math.sqrt(n / (n - 1)))
+    low, high = np.quantile(pool[chosen].mean(1), [beyond, 1 - beyond])
     return Interval(float(low), float(high), "bootstrap", level)
 
 # %% ../../nbs/core/17_intervals.ipynb #45eb9828

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.base import Backend, Sampler
-from ..core.intervals import Interval, difference_interval, mean_interval
+from ..core.intervals import RANGE_SEEN, Interval, difference_interval, mean_interval
 from ..core.files import MAX_TEXT, read_file
 from ..core.retries import together
 from rl_notebook.core.types import (
@@ -879,7 +879,11 @@ def compare_branches(
         for _, each, _ in made
     ]
     seen = np.concatenate([known, *rewards])
-    binary = bounds is None and bool(np.isin(seen[~np.isnan(seen)], (0, 1)).all())
+    seen = seen[~np.isnan(seen)]
+    binary = bounds is None and bool(np.isin(seen, (0, 1)).all())
+    is_range_seen = bounds is None and not binary and len(seen) > 0 and bool(np.ptp(seen) > 0)
+    if is_range_seen:
+        bounds = float(seen.min()), float(seen.max())
     branches = []
     for i, ((tokens, continuations, cost), scored) in enumerate(zip(made, rewards, strict=True)):
         if np.isnan(scored).all():
@@ -893,6 +897,9 @@ def compare_branches(
             if i and pairs.any()
             else None
         )
+        if is_range_seen:
+            interval = replace(interval, method=RANGE_SEEN)
+            versus = versus and replace(versus, method=RANGE_SEEN)
         chance = chances.get(tokens[0])
         branches.append(
             Branch(
@@ -931,7 +938,8 @@ async def fork(
     """Continuations of a recorded sample from one of its tokens on, with that token and with others.
 
     Sample i of every branch has the same seed, and the differences are intervals of pairs. The mean of 0/1 rewards has a Clopper-Pearson
-    interval, one of rewards within `bounds` a betting interval, both valid for every `n`; any other a bootstrap interval. A text
+    interval, one of rewards within `bounds` a betting interval, both valid for every `n`; without bounds, those of the rewards seen in
+    the group and in all branches are taken, and the interval is valid if no reward lies outside of them. A text
     that stops a completion is looked for in all of it, but a sampler sees only what comes after the place.
 
     Raises `DataError` for a place that the policy did not sample and for a rollout that does not repeat, `ConfigError` for

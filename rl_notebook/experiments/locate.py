@@ -66,6 +66,7 @@ MOST_IN_SEARCH = 3  # batches at one place before the confirmation
 MIN_CHANGE = 0.2  # of the range of the reward: what changes less is no place where it was lost
 FRESH = 1_000_000  # number of the first batch of the confirmation
 SEARCH_LEVEL = 0.8  # confidence with which a half is taken
+MOST_TESTED = 3  # tokens that are asked about with fresh continuations
 
 
 @dataclass(frozen=True)
@@ -78,20 +79,27 @@ class Confirmation:
 
     @classmethod
     def of(
-        cls, before: np.ndarray, after: np.ndarray, end: float, share: float, level: float
+        cls,
+        before: np.ndarray,  # (n,) values before the token
+        after: np.ndarray,  # (n,) and after it
+        end: float,  # value of the whole completion
+        share: Interval,  # half of the fall from the beginning on
+        level: float,  # of the interval
+        test_level: float,  # of the answer
     ) -> Confirmation:
-        "From (n,) values before and after the token, that of the whole completion, and the share that it has to make."
+        "What pairs say; the token has to make more than the share, and more than half of the fall from it on."
         falls = before - after
-        interval = betting(falls, (-1, 1), level)
+        tested = betting(falls, (-1, 1), test_level)
         # above 0 where more than half of the way from `before` to the end is made at the token
-        excess = betting(before / 2 + end / 2 - after, ((end - 2) / 2, (end + 1) / 2), level)
+        bounds = (end - 2) / 2, (end + 1) / 2
+        excess = betting(before / 2 + end / 2 - after, bounds, test_level)
         mean = float(falls.mean())
         is_half = None
-        if excess.low > 0 and interval.low > share and mean >= MIN_CHANGE:
+        if excess.low > 0 and tested.low > share.high and mean >= MIN_CHANGE:
             is_half = True
-        elif excess.high < 0 or interval.high < max(share, MIN_CHANGE):
+        elif excess.high < 0 or tested.high < max(share.low, MIN_CHANGE):
             is_half = False
-        return cls(mean, interval, is_half)
+        return cls(mean, betting(falls, (-1, 1), level), is_half)
 
 
 @dataclass
@@ -159,6 +167,12 @@ class Search:
         await together([self.sample_batch(kept) for kept in between])
         return sorted([*places, *between])
 
+    async def look_again(self, places: Sequence[int]) -> None:
+        "More at the highest place, which may be higher than its first batch says."
+        highest = max(places[:-1], key=self.height)
+        while len(self.rewards[highest]) < MOST_IN_SEARCH * BATCH and self.room > 2:
+            await self.sample_batch(highest)
+
     def falls(self, places: Sequence[int]) -> list[float]:
         "How far the curve falls from each place to the next, as far as it is known."
         return [self.height(a) - self.height(b) for a, b in itertools.pairwise(places)]
@@ -178,16 +192,43 @@ class Search:
             return left, left
         return (middle, right) if self.height(middle) > half else (left, middle)
 
-    async def confirm(self, left: int, share: float) -> Confirmation:
-        "Ask with fresh pairs whether one token makes more than a share of the range, and half of what there was before it."
+    def find_steepest(self, tested: Sequence[int]) -> tuple[int, int] | None:
+        "The stretch between two sampled places in which the curve falls most; None = none is left that falls enough to be tested."
+        if len(tested) == MOST_TESTED:
+            return None
+        places = [*sorted(self.rewards), self.length]
+        done = [(token, token + 1) for token in tested]
+        stretches = [pair for pair in itertools.pairwise(places) if pair not in done]
+        falls = [self.height(left) - self.height(right) for left, right in stretches]
+        if not falls or max(falls) < MIN_CHANGE:
+            return None
+        return stretches[int(np.argmax(falls))]
+
+    async def whole_fall(self) -> Interval:
+        "The fall from the beginning on, of at least three batches where there is room."
+        while len(self.rewards[0]) < MOST_IN_SEARCH * BATCH and self.room > 2:
+            await self.sample_batch(0)
+        values = self.shortfall(self.rewards[0])
+        fall = betting(values[~np.isnan(values)], level=self.level)
+        return replace(
+            fall, low=fall.low - self.height(self.length), high=fall.high - self.height(self.length)
+        )
+
+    async def confirm(self, left: int, number: int) -> Confirmation:
+        "Ask with fresh pairs whether one token makes half of the fall from it on, and half of that from the beginning on."
+        share = Interval(0.0, 0.0)
+        if left:
+            whole = await self.whole_fall()
+            share = Interval(whole.low / 2, whole.high / 2)
         right = left + 1
         cost = 1 if right == self.length else 2
         end = float(self.shortfall([self.final])[0])
+        test_level = 1 - (1 - self.level) / 2 ** (number + 1)  # all tests together keep the level
         before = np.zeros(0)
         after = np.zeros(0)
         result = Confirmation()
         while self.room >= cost and result.is_half is None:
-            batch = FRESH + len(before) // BATCH
+            batch = FRESH * (number + 1) + len(before) // BATCH
             before = np.concatenate([before, self.shortfall(await self.sample_batch(left, batch))])
             new = self.shortfall([self.final] * BATCH)
             if right < self.length:
@@ -195,7 +236,9 @@ class Search:
             after = np.concatenate([after, new])
             known = ~np.isnan(before + after)
             if known.any():
-                result = Confirmation.of(before[known], after[known], end, share, self.level)
+                result = Confirmation.of(
+                    before[known], after[known], end, share, self.level, test_level
+                )
         return result
 
 # %% ../../nbs/experiments/05_locate.ipynb #f229ad9e
@@ -214,6 +257,9 @@ async def find_place(search: Search) -> Verdict:
     "Search a curve for one place at which it falls by at least half of its whole fall."
     places = await search.look_around()
     while max(search.falls(places)) < MIN_CHANGE:
+        await search.look_again(places)
+        if max(search.falls(places)) >= MIN_CHANGE:
+            break
         closer = await search.look_closer(places)
         if closer == places:
             most = max(map(search.height, places))
@@ -222,28 +268,30 @@ async def find_place(search: Search) -> Verdict:
                 None, f"from no place on was much {words}: at most {most:.0%} of the reward"
             )
         places = closer
-    at = int(np.argmax(search.falls(places)))
-    left, right = places[at], places[at + 1]
-    while right - left > 1:
-        left, right = await search.halve(left, right)
-        if left == right:
-            return Verdict(None, "the budget ended before the search did")
-    # of the fall from the beginning, which other tokens may have made
-    share = (search.height(0) - search.height(search.length)) / 2 if left else 0.0
-    result = await search.confirm(left, max(0.0, share))
     sign = 1 if search.rises else -1
-    known = sign * result.change, apply_sign(result.interval, sign), left
-    if result.is_half:
-        return Verdict(left, "", *known)
-    if result.is_half is None:
-        return Verdict(
-            None,
-            f"the budget ended before it was clear whether token {left} makes half of the change",
-            *known,
-        )
-    return Verdict(
-        None, f"the largest change is at token {left}, and less than half of all", *known
-    )
+    tested: list[int] = []
+    refused: list[Verdict] = []
+    while stretch := search.find_steepest(tested):
+        left, right = stretch
+        while right - left > 1:
+            left, right = await search.halve(left, right)
+            if left == right:
+                break
+        if left == right or search.room < 2:
+            break
+        result = await search.confirm(left, len(tested))
+        tested.append(left)
+        known = sign * result.change, apply_sign(result.interval, sign), left
+        if result.is_half:
+            return Verdict(left, "", *known)
+        if result.is_half is None:
+            text = f"the budget ended before it was clear whether token {left} makes half of the change"
+            return Verdict(None, text, *known)
+        text = f"the largest change is at token {left}, and less than half of all"
+        refused.append(Verdict(None, text, *known))
+    if not refused:
+        return Verdict(None, "the budget ended before the search did")
+    return max(refused, key=lambda verdict: sign * verdict.change)
 
 
 def apply_sign(interval: Interval | None, sign: int) -> Interval | None:
