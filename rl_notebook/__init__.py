@@ -50,7 +50,7 @@ _HOMES = {
     "experiments.trainers": "compare_trainers",
     "experiments.whatif": "reward_lab what_if",
     "experiments.fork": "fork",
-    "experiments.locate": "locate",
+    "experiments.locate": "locate parting",
     "views.charts": "chart",
     "views.tokens": "inspect_tokens",
     "views.dashboard": "Dashboard",
@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from .core.losses import register_loss as register_loss
     from .experiments.fork import fork as fork
     from .experiments.locate import locate as locate
+    from .experiments.locate import parting as parting
     from .experiments.plan import plan as plan
     from .experiments.preflight import preflight as preflight
     from .recipes.rl_loop import main as main

@@ -17,7 +17,7 @@ import torch
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.insight.xray import xray
-from rl_notebook.core.types import ConfigError, LossError, PhaseError, RewardError
+from rl_notebook.core.types import AlignmentError, ConfigError, LossError, PhaseError, RewardError
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.state import PHASES
 from rl_notebook.task.data import load_rows
@@ -335,6 +335,28 @@ def texts(record):
 
 
 # --- rewards that wait ----------------------------------------------------------------------------------------------
+
+
+def test_a_step_trains_on_advantages_of_single_tokens():
+    async def go():
+        loop = make_loop(kl_beta=0.0)
+        await up_to(loop, "advantages")
+        each = [np.linspace(-1, 1, len(d.weights)) for d in loop.datums()]
+        with pytest.raises(AlignmentError, match=f"{len(each) - 1} series for {len(each)} datums"):
+            loop.datums(advantages=each[1:])
+        with pytest.raises(AlignmentError, match="group 0"):
+            loop.datums(advantages=[each[0][1:], *each[1:]])
+        loop.datums(advantages=each)
+        record = await loop.step()
+        logprobs = [p.values for p in record.loss.logprobs]
+        losses = [
+            -(d.weights * a * p)[d.active].sum()
+            for d, a, p in zip(record.datums, each, logprobs, strict=True)
+        ]
+        count = sum(d.num_loss_tokens for d in record.datums)
+        assert record.loss.loss == pytest.approx(sum(losses) / count, abs=1e-5)
+
+    run(go())
 
 
 def test_score_is_awaited_where_it_waits_and_says_so():

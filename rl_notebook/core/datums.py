@@ -179,10 +179,10 @@ def sample_of(groups: Sequence[PromptGroup]) -> dict[tuple[int, int], RolloutSam
 # %% ../../nbs/core/10_datums.ipynb #a39c830d
 def attach(
     datums: Sequence[Datum],
-    name: str,  # "ref_logprobs", "old_logprobs" or "sampler_logprobs"
-    series: Sequence[Logprobs],  # one per datum
+    name: str,  # "ref_logprobs", "old_logprobs", "sampler_logprobs" or "advantage"
+    series: Sequence[Logprobs | np.ndarray],  # one per datum
 ) -> list[Datum]:
-    """The same datums with one more logprob series: nats, (N-1,) in target coordinates for a datum of N tokens.
+    """The same datums with one more series: nats, or advantages of single tokens, (N-1,) in target coordinates for a datum of N tokens.
 
     Raises `AlignmentError` for a series in other coordinates or of another length, and for another number of series.
     """

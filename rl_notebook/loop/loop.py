@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+import numpy as np
 from tqdm.auto import tqdm
 
 # %% auto #0
@@ -29,7 +30,7 @@ __all__ = ['GRPOLoop']
 from ..backends.work import memory_metrics, work_metrics
 from ..config.config import Config
 from ..core.advantages import BATCH_SCALES, advantages_by, with_advantages
-from ..core.datums import datums_from_groups
+from ..core.datums import attach, datums_from_groups
 from ..core.losses import PolicyLoss
 from ..core.metrics import merge_metrics, step_metrics
 from ..core.interrupts import interrupts_held, on_interrupt
@@ -290,11 +291,21 @@ class GRPOLoop(Loop):
         return self.state.put("advantages", list_groups(groups))
 
     @requires_idle
-    def datums(self, overlong: str | None = None) -> PhaseResult[Datum]:
-        "Training sequences of the groups that are trained on."
+    def datums(
+        self,
+        overlong: str | None = None,  # None = that of the config
+        advantages: Sequence[np.ndarray]
+        | None = None,  # per datum (N-1,); None = those of the groups
+    ) -> PhaseResult[Datum]:
+        """Training sequences of the groups that are trained on.
+
+        `advantages` of your own are for this step, one value per target, of datums in the order that this phase lists them; raises
+        `AlignmentError` for another number or length."""
         groups = enter(self.state, "datums")
         with self.timed("datums"):
             datums = self.group_datums([g for g in groups if self.trains_on(g)], overlong)
+            if advantages is not None:
+                datums = attach(datums, "advantage", advantages)
         return self.state.put("datums", list_training(datums, groups, self.backend.tokenizer))
 
     @run_exclusively
