@@ -198,6 +198,14 @@ def test_a_printed_config_is_no_step():
     assert rows == [{"loss": 0.1, "reward": 0.5}] * 2
 
 
+def test_a_folder_with_a_log_next_to_other_files(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"kind": "checkpoint", "message": "saved"}\n')
+    lines = ["step,reward_mean,reward_component.format", *(f"{i},0.5,{0.1 * i}" for i in range(5))]
+    (tmp_path / "steps.csv").write_text("\n".join(lines))
+    run = rln.Run.open(tmp_path)
+    assert run.metrics()["rewards/format/mean"].tolist() == [0.1 * i for i in range(5)]
+
+
 def test_no_log(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing here\n")
     for path in (tmp_path, tmp_path / "notes.txt"):

@@ -250,8 +250,9 @@ def find_logs(folder: Path) -> list[Path]:
                 return next(iter(runs.values()))
     for name in MAYBE_LOGS:
         runs = log_runs(folder, name)
-        if len(runs) == 1:
-            return next(iter(runs.values()))
+        files = next(iter(runs.values()), [])
+        if len(runs) == 1 and _is_log(files):
+            return files
     return []
 
 
@@ -387,18 +388,18 @@ def open_log(path: Path) -> MetricsLog | None:
     elif path.is_dir():
         with os_errors("cannot read", path):
             files = find_logs(path)
-        log = MetricsLog(path, files)
-        if not files or not _is_log(log):
+        if not files:
             return None
+        log = MetricsLog(path, files)
     else:
         return None
     return log if log.steps else None
 
 
-def _is_log(log: MetricsLog) -> bool:
-    "Whether a file that was found in a folder is a log: one of its names is ours."
-    if log.log_paths[0].suffix == ".db" or any(log.log_paths[0].match(n) for n in LOG_FILES):
+def _is_log(files: Sequence[Path]) -> bool:
+    "Whether files that may be anything are a log: one of their names is ours."
+    if files[0].suffix == ".db":
         return True
     with suppress(RecordError):
-        return bool(log.table.names.ours)
+        return bool(MetricsLog(files[0], files).table.names.ours)
     return False

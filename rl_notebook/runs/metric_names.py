@@ -304,9 +304,10 @@ def by_likeness(name: str) -> str:
 
 
 def as_part(name: str) -> str:
-    "Our name for the mean of one reward function; empty for another name."
+    "Our name for the mean of one reward function; empty for another name, and for one that is called as another metric."
     part = PART.fullmatch(name)
-    return f"rewards/{part[1]}/mean" if part and part[1] not in NO_PART else ""
+    is_part = part and part[1] not in NO_PART and not by_likeness(part[1])
+    return f"rewards/{part[1]}/mean" if part and is_part else ""
 
 # %% ../../nbs/runs/07_metric_names.ipynb #b360a6d9
 RANGES = {
