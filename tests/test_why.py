@@ -53,6 +53,11 @@ CASES = {  # log: the question of the verdict and a part of its text
     "empty": (log_of((12, {"completions/mean_length": 1.0})), "completions", "1.000 tokens"),
     "NaN": (log_of((12, {}), (4, {"loss": math.nan, "grad_norm": math.nan})), "numbers", "step 13"),
     "too large": (log_of((8, {}), (9, {"kl": 4.0} | DEAD | CUT)), "step size", "since step 8"),
+    "too large, then no KL": (
+        log_of((1, {}), (1, {"kl": 4.0}), (12, DEAD | {"kl": None})),
+        "step size",
+        "since step 1",
+    ),
     "collapsed": (log_of((12, {}), (20, {"entropy": 0.001})), "step size", "entropy"),
     "rate 0": (log_of((12, {"learning_rate": 0.0})), "step size", "in every step"),
     "rate 0.1": (log_of((12, {"learning_rate": 0.1})), "step size", "0.1"),
@@ -69,9 +74,9 @@ CASES = {  # log: the question of the verdict and a part of its text
         "since step 21",
     ),
     "cut, then brief": (
-        log_of((12, {"completions/clipped_ratio": 0.4}), (12, {"completions/mean_length": 20.0})),
+        log_of((12, {"completions/clipped_ratio": 0.4}), (12, {})),
         "completions",
-        "40%",
+        "40% of the completions were",
     ),
     "one part gains": (
         "\n".join(

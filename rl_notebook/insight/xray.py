@@ -624,6 +624,8 @@ def advantages_and_rewards(record: StepRecord) -> tuple[np.ndarray, np.ndarray]:
 
 
 advantage_finding = partial(Finding, "advantages")
+MIN_FOLLOWING = 12  # samples of groups with signal
+MIN_REWARD_CORRELATION = 0.2
 
 
 def advantages_off_centre(record: StepRecord) -> Iterator[Finding]:
@@ -669,14 +671,20 @@ def advantages_of_other_samples(record: StepRecord) -> Iterator[Finding]:
 
 
 def advantages_reversed(record: StepRecord) -> Iterator[Finding]:
-    "Advantages that fall where rewards rise."
-    if (corr := correlation(*advantages_and_rewards(record))) < -0.5:
-        yield advantage_finding(
-            None if has_advantage_fn(record) else False,
-            f"advantages have the opposite sign of the rewards (correlation {corr:.2f})",
-            expected="a positive correlation",
-            notable=True,
-        )
+    "Advantages that fall where rewards rise, or do not follow them."
+    advantages, rewards = advantages_and_rewards(record)
+    corr = correlation(advantages, rewards)
+    text = f"advantages have the opposite sign of the rewards (correlation {corr:.2f})"
+    if len(rewards) >= MIN_FOLLOWING and abs(corr) < MIN_REWARD_CORRELATION:
+        text = f"advantages do not follow the rewards (correlation {corr:+.2f})"
+    elif not corr < -0.5:
+        return
+    yield advantage_finding(
+        None if has_advantage_fn(record) else False,
+        text,
+        expected="a positive correlation",
+        notable=True,
+    )
 
 
 def advantages_by_function(record: StepRecord) -> Iterator[Finding]:

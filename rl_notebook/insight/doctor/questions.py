@@ -49,6 +49,11 @@ MAX_ROWS = 60  # of a long log, after blocks of steps are averaged
 Series = str | np.ndarray  # the name of a metric, or its values (T,)
 
 
+def window(values: np.ndarray) -> int:
+    "How many values at each end a mean is taken of: a third of those that are known, at most ten."
+    return max(1, min(MAX_WINDOW, len(values) // 3))
+
+
 @dataclass(frozen=True, eq=False)
 class RunNumbers:
     "What is known of a run."
@@ -65,11 +70,6 @@ class RunNumbers:
         None  # reward on held-out rows before and after, and their interval
     )
 
-    @property
-    def window(self) -> int:
-        "Steps at each end that a mean is taken of: a third of the run, at most ten."
-        return max(1, min(MAX_WINDOW, len(self.steps) // 3))
-
     def values(self, series: Series) -> np.ndarray:
         "The values of a metric by step; NaN without one."
         if isinstance(series, str):
@@ -84,19 +84,19 @@ class RunNumbers:
 
     def first(self, series: Series) -> float:
         "The mean of a metric over the first steps that have it; NaN without one."
-        values = self.finite(series)[1][: self.window]
-        return float(values.mean()) if len(values) else math.nan
+        values = self.finite(series)[1]
+        return float(values[: window(values)].mean()) if len(values) else math.nan
 
     def last(self, series: Series) -> float:
         "The mean of a metric over the last steps that have it; NaN without one."
-        values = self.finite(series)[1][-self.window :]
-        return float(values.mean()) if len(values) else math.nan
+        values = self.finite(series)[1]
+        return float(values[-window(values) :].mean()) if len(values) else math.nan
 
     def since(self, series: Series, is_bad: Callable[[np.ndarray], np.ndarray]) -> int | None:
         "The step from which on most steps are bad, up to the last ones; None = they are not."
         steps, values = self.finite(series)
         bad = is_bad(values)
-        if not len(bad) or bad[-self.window :].mean() < MIN_BAD_SHARE:
+        if not len(bad) or bad[-window(bad) :].mean() < MIN_BAD_SHARE:
             return None
         shares = np.cumsum(bad[::-1])[::-1] / np.arange(len(bad), 0, -1)
         return int(steps[np.flatnonzero(bad & (shares >= MIN_BAD_SHARE))[0]])
@@ -104,7 +104,7 @@ class RunNumbers:
     def change(self, series: Series) -> tuple[float, float, bool]:
         "A metric at first and now, and whether it moved by more than chance does."
         values = self.finite(series)[1]
-        n = self.window
+        n = window(values)
         if len(values) < 2 * n:
             return math.nan, math.nan, False
         early = values[:n]
@@ -392,12 +392,14 @@ def cut_completions(run: RunNumbers) -> Iterator[Cause]:
 
 
 def cut_at_first(run: RunNumbers) -> Iterator[Cause]:
-    "Completions that the limit cut, until they became shorter without earning more."
+    "Completions that the limit cut, until they learned to end and not to earn more."
     before = run.first(CUT)
-    is_shorter = run.last(LENGTH) < run.first(LENGTH) and run.last(CUT) < before / 2
+    now = run.last(CUT)
     is_long = len(run.steps) >= MAX_WINDOW
-    if is_long and before >= MAX_TROUBLED_SHARE and is_shorter and not run.rose:
-        text = f"{before:.0%} of the completions were; they became shorter and earn no more"
+    if is_long and before >= MAX_TROUBLED_SHARE and now < before / 2 and not run.rose:
+        text = (
+            f"{before:.0%} of the completions were, {now:.0%} are now, and the reward did not rise"
+        )
         yield fault("Completions were cut at first", text, before="signal")
 
 
@@ -744,7 +746,7 @@ def zero_rate(run: RunNumbers) -> Iterator[Cause]:
 def still_policy(run: RunNumbers) -> Iterator[Cause]:
     "A policy that is where it began after many steps."
     kl = run.finite("kl")[1]
-    is_still = len(kl) >= MANY_STEPS and kl.any() and np.abs(kl[-run.window :]).max() < MIN_KL
+    is_still = len(kl) >= MANY_STEPS and kl.any() and np.abs(kl[-window(kl) :]).max() < MIN_KL
     if is_still and run.last("grad_norm") > 0 and not run.rises:
         text = f"after {len(kl)} steps the policy is {short(run.last('kl'))} nats per token from where it began"
         yield fault("The step is too small", text)
@@ -986,6 +988,7 @@ def ask_xray(run: RunNumbers) -> Iterator[Cause]:
         question, title = CHECKS[name]
         if "far from the reference" in finding.text:
             question, title = "step size", "The step is too large"
+            step = run.previous(step)
         details = [finding.where, "" if finding.got is None else f"got {finding.got}"]
         shown = "; ".join(filter(None, details))
         text = f"{finding.text} ({shown})" if shown else finding.text
