@@ -81,7 +81,7 @@ def test_a_completion_that_is_cut_ends_and_the_step_goes_on(tmp_path, overlong):
         def cut_one():
             started = [p for p in loop.sampler.in_flight() if p.tokens]
             if started and not cut:
-                cut.append(started[0])
+                cut.append([*started[0].tokens])
                 started[0].cut()
                 assert started[0].key not in {p.key for p in loop.sampler.in_flight()}
 
@@ -97,7 +97,7 @@ def test_a_completion_that_is_cut_ends_and_the_step_goes_on(tmp_path, overlong):
     assert len(ended) == 1
     [at] = [i for i, s in enumerate(samples) if s.finish_reason == "cut"]
     own = ended[0].tokens[ended[0].prompt_len :].tolist()
-    assert own[:-1] == list(shown.tokens)  # it ended with its next token
+    assert own[:-1] == shown  # it ended with its next token
     assert len(own) < len(plain[at].tokens) - plain[at].prompt_len
     for i, (mine, theirs) in enumerate(zip(samples, plain, strict=True)):
         end = len(mine.tokens) if i == at else None

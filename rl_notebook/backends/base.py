@@ -53,7 +53,7 @@ class PartialCompletion:
 
     key: str  # which one, among those in flight
     prompt_tokens: Sequence[int]  # (P,) ids
-    tokens: Sequence[int]  # (C,) ids so far; empty while it waits
+    tokens: Sequence[int]  # (C,) ids so far, which may become more; empty while it waits
     max_tokens: int  # at which it ends in any case
     cut: Callable[[], None]  # end it with its next token; its finish reason is "cut" then
 

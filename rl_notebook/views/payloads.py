@@ -887,11 +887,19 @@ TAIL = 80  # of their last tokens
 WAITS = {"sample": "The step waits for", "evaluate": "The evaluation waits for"}  # by phase
 
 
-def prompt_of(completion: PartialCompletion, prompts: Sequence[Prompt]) -> Prompt | None:
-    "The longest of these prompts that a completion was sampled from, or a conversation that begins with it."
-    read = tuple(completion.prompt_tokens)
-    fits = [p for p in prompts if read[: len(p.tokens)] == tuple(p.tokens.tolist())]
-    return max(fits, key=lambda p: len(p.tokens), default=None)
+def owners_of(
+    partials: Sequence[PartialCompletion], prompts: Sequence[Prompt]
+) -> list[Prompt | None]:
+    "For each completion the longest prompt that it, or the conversation that it continues, begins with."
+    by_tokens = {tuple(p.tokens.tolist()): p for p in prompts}
+    lengths = sorted({len(tokens) for tokens in by_tokens}, reverse=True)
+    by_read: dict[int, Prompt | None] = {}  # completions of a request share what they read
+    for completion in partials:
+        if id(completion.prompt_tokens) not in by_read:
+            read = tuple(completion.prompt_tokens)
+            fits = (by_tokens[read[:n]] for n in lengths if read[:n] in by_tokens)
+            by_read[id(completion.prompt_tokens)] = next(fits, None)
+    return [by_read[id(completion.prompt_tokens)] for completion in partials]
 
 
 def in_flight_payload(
@@ -906,24 +914,14 @@ def in_flight_payload(
     if not sampling:
         return {}
 
-    def name_of(prompt: Prompt) -> str:
-        inside = any(p is prompt for p in of_step)
-        return f"group {prompt.index}" if inside else f"row {prompt.number}"
-
-    owned = list[tuple[str, PartialCompletion]]()
-    by_read: dict[int, Prompt | None] = {}  # by the tokens that it reads, which a request shares
-    for completion in partials:
-        read = id(completion.prompt_tokens)
-        if read not in by_read:
-            by_read[read] = prompt_of(completion, sampling)
-        prompt = by_read[read]
-        if prompt is not None:
-            owned.append((name_of(prompt), completion))
+    inside = {id(p) for p in of_step}
+    names = {id(p): f"group {p.index}" if id(p) in inside else f"row {p.number}" for p in sampling}
+    owners = zip(partials, owners_of(partials, sampling), strict=True)
+    owned = [(names[id(prompt)], completion) for completion, prompt in owners if prompt is not None]
     counts = Counter(name for name, _ in owned)
-    names = [name_of(p) for p in sampling]
     of = {name: f" ({n} completion{'' if n == 1 else 's'})" for name, n in counts.items()}
-    listed = [name + of.get(name, "") for name in names[:6]]
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    listed = [names[id(p)] + of.get(names[id(p)], "") for p in sampling[:6]]
+    more = f" and {len(sampling) - 6} more" if len(sampling) > 6 else ""
     back = f"; {finished} prompts are back" if phase in WAITS else ""
     line = f"{WAITS.get(phase, 'In flight:')} {', '.join(listed)}{more}{back}."
     longest = sorted(owned, key=lambda pair: -len(pair[1].tokens))[:SHOWN_IN_FLIGHT]

@@ -693,7 +693,7 @@ def partial_completions(engine: Engine, requests: Iterable[Request]) -> list[Par
             if completion is not None or i in request.cut:
                 continue
             row = rows.get((request, i))
-            tokens = () if row is None else tuple(row.tokens)
+            tokens = () if row is None else row.tokens
             cut = partial(request.cut.add, i)
             most = request.params.max_tokens
             out.append(PartialCompletion(f"{id(request)}-{i}", request.prompt, tokens, most, cut))
