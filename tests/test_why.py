@@ -89,6 +89,16 @@ CASES = {  # log: the question of the verdict and a part of its text
         "reward",
         "answer stays at 0.400",
     ),
+    "one part gains, another never pays": (
+        "\n".join(
+            json.dumps(
+                HEALTHY | {"reward": 0.01 * i, "rewards/format": 0.01 * i, "rewards/answer": 0}
+            )
+            for i in range(90)
+        ),
+        "reward",
+        "answer stays at 0.000 (a guess)",
+    ),
     "signal runs out": (
         "\n".join(
             json.dumps(

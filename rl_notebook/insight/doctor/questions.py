@@ -492,12 +492,17 @@ def parts_of(run: RunNumbers) -> dict[str, str]:
     return named if len(named) > 1 else {}
 
 
-def silent_part(run: RunNumbers) -> Iterator[Cause]:
-    "Reward functions that paid 0 in every step of a run that does not learn."
+def silent_words(run: RunNumbers) -> str:
+    "The reward functions that paid 0 in every step; empty without one."
     series = {name: run.finite(metric)[1] for name, metric in parts_of(run).items()}
     silent = [name for name, paid in series.items() if len(paid) > 3 and not paid.any()]
-    if silent and not run.rises:
-        yield fault("A reward function never pays", f"{', '.join(silent)} paid 0 in every step")
+    return f"{', '.join(silent)} paid 0 in every step" if silent else ""
+
+
+def silent_part(run: RunNumbers) -> Iterator[Cause]:
+    "Reward functions that never pay, in a run that does not learn."
+    if silent_words(run) and not run.rises:
+        yield fault("A reward function never pays", silent_words(run))
 
 
 def small_part(run: RunNumbers) -> Iterator[Cause]:
@@ -525,12 +530,15 @@ def gain_of_one_part(run: RunNumbers) -> Iterator[Cause]:
             f"{name} stays at {short(change[1])}" for name, change in changes.items()
         )
         text = f"in the second half only {moved[0]} rose, from {short(before)} to {short(now)}; {others}"
-        yield fault("One reward function dominates", text)
+        never_pay = not any(change[1] for change in changes.values())
+        certainty = "a guess" if never_pay else "likely"  # the others may be too strict
+        yield fault("One reward function dominates", text, certainty=certainty)
 
 
 def reward_known(run: RunNumbers) -> Cause:
-    "That numbers do not say what is paid, and whether the length grew with the reward."
-    text = "whether the reward pays what is meant needs completions"
+    "That numbers do not say what is paid, what never pays, and whether the length grew with the reward."
+    parts = ["whether the reward pays what is meant needs completions", silent_words(run)]
+    text = "; ".join(filter(None, parts))
     before = run.first(LENGTH)
     now = run.last(LENGTH)
     if run.rose and len(run.steps) >= MANY_STEPS and now >= MIN_GROWTH * before:
