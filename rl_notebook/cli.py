@@ -496,6 +496,26 @@ def compare_runs(runs: Sequence[Path], out: Path, in_browser: bool) -> int:  # e
     return 0
 
 # %% ../nbs/00_cli.ipynb #4cccf8c6
+def is_site(out: str | None) -> bool:
+    "Whether `--out` names a folder of pages: it ends in a slash, is a folder, or has no suffix."
+    return out is not None and (
+        out.endswith(("/", os.sep)) or Path(out).is_dir() or not Path(out).suffix
+    )
+
+
+def write_gallery(runs: Sequence[Path], folder: Path, in_browser: bool) -> int:  # exit code
+    "Write runs as pages for a web host, and print where they begin."
+    from rl_notebook.views.site import write_site
+
+    gallery = write_site(runs, folder)
+    print(gallery, flush=True)
+    address = gallery.resolve().as_uri()
+    if in_browser and webbrowser.open(address):
+        return 0
+    print(f"Open {address} in a browser, or put {folder} on any web host.", file=sys.stderr)
+    return 0
+
+
 def view_parser() -> CommandParser:
     "The options of `view`."
     parser = CommandParser(
@@ -507,10 +527,10 @@ def view_parser() -> CommandParser:
     )
     parser.add_argument(
         "--out",
-        type=Path,
         default=None,
         help="file of the page (default: report.html in the folder of a run that was started here, "
-        "else a file outside of it; comparison.html for several runs)",
+        "else a file outside of it; comparison.html for several runs); a folder such as site/: pages of "
+        "all runs and steps, for a web host",
     )
     parser.add_argument("--open", action="store_true", help="open it in a browser (default: no)")
     parser.add_argument(
@@ -545,8 +565,10 @@ def run_view(args: Sequence[str]) -> int:  # exit code
     if options.patience is not None:
         warnings.warn("--patience is called --idle-timeout now", stacklevel=1)
         options.idle_timeout = options.patience
+    if is_site(options.out):
+        return write_gallery(options.run, Path(options.out), options.open)
     if len(options.run) > 1:
-        out = options.out or Path("comparison.html")
+        out = Path(options.out or "comparison.html")
         return compare_runs(options.run, out, options.open)
     from rl_notebook.core.trust import report_path
     from rl_notebook.runs.run import Run
@@ -555,7 +577,7 @@ def run_view(args: Sequence[str]) -> int:  # exit code
     say = partial(print, file=sys.stderr, flush=True)
     folder = options.run[0]
     run = Run.open(folder)
-    out = options.out or report_path(folder)
+    out = Path(options.out) if options.out else report_path(folder)
     status = run_status(run)
     following = status.state == "running" and not options.once
     content = {"tokenizer": run.tokenizer(), "show": options.show}
@@ -1194,7 +1216,7 @@ def describe_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
     "The x-ray, the doctor's diagnosis and the completions of a step."
     from rl_notebook.insight.doctor.doctor import diagnose_evidence
     from rl_notebook.insight.doctor.evidence import gather
-    from rl_notebook.experiments.locate import saved_results
+    from rl_notebook.runs.run import results_file
     from rl_notebook.insight.xray import xray
 
     if run.is_log:
@@ -1224,7 +1246,11 @@ def describe_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
         }
     }
     data |= {"options": dict(record.options), "completions": _rows(table)}
-    results = saved_results(run, record)
+    results = []
+    if results_file(run, step):  # else the loop need not be loaded
+        from rl_notebook.experiments.locate import saved_results
+
+        results = saved_results(run, record)
     places = [
         f"group {record.groups[r.group].index}, sample {r.sample}: {r.headline}" for r in results
     ]
@@ -1241,6 +1267,10 @@ def describe_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
 # %% ../nbs/00_cli.ipynb #5a1f0101
 def results_of(run: Run, record: StepRecord, group: int, sample: int) -> list[Any]:
     "Forks and curves that were saved of a completion."
+    from rl_notebook.runs.run import results_file
+
+    if results_file(run, record.step) is None:  # else the loop need not be loaded
+        return []
     from rl_notebook.experiments.locate import saved_results
 
     return [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import gzip
 import html
 import json
 import re
@@ -34,6 +36,7 @@ from rl_notebook.views.report import (
     run_status,
 )
 from rl_notebook.views.report import write_report
+from rl_notebook.views.site import write_site
 
 CONFIG = {
     "base_model": "tiny",
@@ -389,3 +392,54 @@ def test_runs_next_to_each_other_differ_by_what_the_rows_say(
     assert "Difference of the reward to a, on the same rows" in page.text
     assert "learning_rate" in page.text
     assert "b - a" in capsys.readouterr().err
+
+
+# --- a site -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_site_has_every_completion_and_token_of_every_step(run, tmp_path):
+    gallery = write_site([run, run.path], tmp_path / "site")
+    folder = gallery.parent / "sums"
+    assert (gallery.parent / "comparison.html").is_file()
+    assert (gallery.parent / "sums-2/index.html").is_file()
+    for step in run.steps:
+        page = (folder / "steps" / f"{step:05d}.html").read_text(encoding="utf-8")
+        carried = json.loads(unpacked(page))
+        samples = [(g.index, i) for g in run.record(step).groups for i in range(len(g.samples))]
+        ids = [f"step={step}&group={g}&sample={i}" for g, i in samples]
+        assert [row["id"] for row in carried["completions"]["steps"][str(step)]["rows"]] == ids
+        assert [*carried["tokens"]] == ids
+        assert 'id="plotly"' not in page
+
+
+def test_a_site_forgets_steps_that_are_gone_and_spares_files_of_others(run, tmp_path):
+    site = tmp_path / "site"
+    write_site([run], site)
+    old = site / "sums/steps/00099.html"
+    shutil.copy(site / "sums/steps/00001.html", old)
+    write_site([run], site)
+    assert not old.exists()
+    old.write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError, match="did not write"):
+        write_site([run], site)
+    with pytest.raises(ConfigError, match="got no run"):
+        write_site([], site)
+
+
+def test_a_name_of_a_folder_asks_for_a_site(run, tmp_path, capsys):
+    log = tmp_path / "numbers.jsonl"
+    rows = [{"step": n, "reward": n / 4, "loss": 0.1} for n in range(1, 5)]
+    log.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert command(["view", str(run.path), str(log), "--out", str(tmp_path / "pages")]) == 0
+    gallery = Path(capsys.readouterr().out.strip())
+    assert gallery == tmp_path / "pages/index.html"
+    assert not (tmp_path / "pages/numbers.jsonl/steps").exists()
+    text = gallery.read_text(encoding="utf-8")
+    assert 'href="numbers.jsonl/index.html"' in text
+    assert "<script" not in text
+
+
+def unpacked(page: str) -> str:
+    "What a page carries."
+    text = re.search(r'<script type="text/plain" id="carried">([^<]*)</script>', page)[1]
+    return gzip.decompress(base64.b64decode(text)).decode()

@@ -5,6 +5,7 @@ import { button, fill, labelled, make } from "./elements.js";
 import { likeliestTable } from "./likeliest.js";
 import { makeTable, number } from "./table.js";
 
+const stepPages = new Set((document.querySelector("main").dataset.pages ?? "").split(" ")); // of this run, beside this page
 const seconds = Number(document.querySelector("main").dataset.refresh);
 const name = "rl-notebook " + location.pathname;
 const again = performance.getEntriesByType("navigation")[0].type === "reload";
@@ -61,7 +62,7 @@ function makeCompletions({ columns, steps }) {
   choose(steps[chosen.step] ? chosen.step : numbers.at(-1));
   const rowOf = ({ step, id }) => steps[step]?.rows.find((row) => row.id === id);
   const nearest = (step) => numbers.reduce((a, b) => (Math.abs(b - step) < Math.abs(a - step) ? b : a));
-  return { place, table, choose, rowOf, nearest };
+  return { place, table, choose, rowOf, nearest, steps };
 }
 
 // The tokens of the completion that the address names, under the table: each is a link to itself, and one is marked.
@@ -153,6 +154,10 @@ function go(reveal) {
   const at = named();
   const { completions } = held;
   const row = at && completions?.rowOf(at);
+  const isHere = at?.id ? row && held.tokens[at.id] : completions?.steps[at?.step];
+  if (at && !isHere && stepPages.has(at.step)) {
+    return location.replace(`steps/${at.step.padStart(5, "0")}.html${location.hash}`);
+  }
   const elsewhere = at?.id !== shown;
   absent.remove();
   if (row && String(chosen.step) !== at.step) completions.choose(Number(at.step));

@@ -13,13 +13,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from tenacity import AsyncRetrying, RetryCallState, Retrying, retry_if_exception
 
 # %% auto #0
 __all__ = []
+
+# %% ../../nbs/core/12_retries.ipynb #64fd9a87
+if TYPE_CHECKING:  # imported where something is tried again: a page of a run needs none of it
+    from tenacity import RetryCallState
 
 # %% ../../nbs/core/12_retries.ipynb #5ef76d67
 @dataclass(frozen=True)
@@ -159,6 +162,8 @@ def _policy(
     retries: Retries, again: Judge, over: Callable[[Any], Any] | None = None, rng: Any = None
 ) -> dict[str, Any]:
     "Arguments of tenacity's `Retrying`."
+    from tenacity import retry_if_exception
+
     rng = np.random.default_rng(retries.seed) if rng is None else rng
     in_line_s = 0.0
 
@@ -194,6 +199,8 @@ async def with_retries(
 ) -> T:
     "The result of a call that is made again after failures that may pass; raises the last one, or what `over` raises."
 
+    from tenacity import AsyncRetrying
+
     async def once() -> T:
         return await call()
 
@@ -209,6 +216,8 @@ def with_retries_blocking(
     **options: Any,
 ) -> T:
     "`with_retries` for a call that blocks, from its own thread; `options`: its `over` and `rng`."
+    from tenacity import Retrying
+
     return Retrying(sleep=sleep, **_policy(retries, again, **options))(call)
 
 # %% ../../nbs/core/12_retries.ipynb #7c37c562

@@ -46,7 +46,7 @@ from rl_notebook.loop.rollouts import (
 from ..loop.state import Loop
 from ..loop.weights import MIN_ROUNDING, PROBE_ERRORS
 from ..runs.records import StepRecord, expect, replace_text, utf8
-from ..runs.run import Run
+from ..runs.run import RESULTS, Run
 from rl_notebook.show.html import (
     SOFT,
     folded,
@@ -687,9 +687,6 @@ def interval_bar(mean: float, interval: Interval, low: float, high: float, width
     return shapes(rects, width, 14, f"{mean:.2f} {interval}")
 
 # %% ../../nbs/experiments/04_fork.ipynb #5a1f00d2
-RESULTS = "continuations.jsonl"  # in the folder of a step: one result a line
-
-
 def add_result(run: Run, step: int, text: str) -> Path:
     "Add a result, as JSON, to those saved with a step; raises `RecordError` where the run has no folder for it."
     folder = run.path / "steps" / f"{step:05d}"

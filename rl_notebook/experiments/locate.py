@@ -30,7 +30,6 @@ from rl_notebook.core.types import (
     quoted,
 )
 from rl_notebook.experiments.fork import (
-    RESULTS,
     Fork,
     add_result,
     decode_each,
@@ -44,7 +43,7 @@ from rl_notebook.experiments.fork import (
 )
 from ..loop.state import Loop
 from ..runs.records import StepRecord, parsing
-from ..runs.run import Run
+from ..runs.run import Run, results_file
 from rl_notebook.show.html import (
     SOFT,
     folded,
@@ -57,7 +56,7 @@ from rl_notebook.show.html import (
 )
 
 # %% auto #0
-__all__ = ['KINDS', 'Point', 'Located', 'locate', 'results_file', 'saved_results', 'Parting', 'parting']
+__all__ = ['KINDS', 'Point', 'Located', 'locate', 'saved_results', 'Parting', 'parting']
 
 # %% ../../nbs/experiments/05_locate.ipynb #d86dc3f3
 BATCH = 8  # continuations that are sampled at once
@@ -587,12 +586,6 @@ async def locate(
 
 # %% ../../nbs/experiments/05_locate.ipynb #5a1f00e2
 KINDS = {"rl_notebook fork 1": Fork, "rl_notebook locate 1": Located}
-
-
-def results_file(run: Run, step: int) -> Path | None:
-    "The file of results that were saved with a step; None = there are none."
-    path = run.path / "steps" / f"{step:05d}" / RESULTS
-    return path if not run.reader and path.exists() else None
 
 
 def saved_results(run: Run, record: StepRecord) -> list[Fork | Located]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import io
 import math
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from pickle import UnpicklingError
+from pickle import Unpickler, UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,88 @@ class PrimeExports(Reader):
         }
         return stable or files
 
+# %% ../../nbs/runs/02_dumps.ipynb #8d052e14
+STORAGES = {
+    "Float": "<f4", "Double": "<f8", "Half": "<f2", "Long": "<i8", "Int": "<i4", "Short": "<i2", "Char": "i1", "Byte": "u1",
+    "Bool": "?", "BFloat16": "<u2",
+}  # fmt: skip
+
+
+class _Ignored:
+    "What stands for an object that says nothing about numbers."
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+class ArrayUnpickler(Unpickler):
+    "What `torch.save` wrote, with arrays in place of tensors; raises UnpicklingError for anything but plain values."
+
+    def __init__(self, data: bytes, allowed: Sequence[Any] = ()):
+        self.archive = zipfile.ZipFile(io.BytesIO(data))
+        (entry,) = (n for n in self.archive.namelist() if n.endswith("/data.pkl"))
+        super().__init__(io.BytesIO(self.archive.read(entry)))
+        self.folder = entry.removesuffix("data.pkl")
+        self.packed = len(data)
+        self.unpacked = 0  # bytes of arrays so far
+        self.known: dict[str, Any] = {
+            "collections.OrderedDict": OrderedDict,
+            "__builtin__.set": set,
+            "builtins.set": set,
+            "torch.Size": tuple,
+            "torch.Tensor": None,
+            "torch.nested._internal.nested_tensor.NestedTensor": None,
+            "torch._dynamo.decorators._DimRange": _Ignored,
+            "torch._utils._rebuild_tensor_v2": self.tensor,
+            "torch._tensor._rebuild_from_type_v2": lambda build, kind, parts, state: build(*parts),
+            "torch.nested._internal.nested_tensor._rebuild_njt": nested_rows,
+            **{f"torch.{kind}Storage": dtype for kind, dtype in STORAGES.items()},
+            **{name: value for value, name in allowed},
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        "What stands for a name; nothing is imported."
+        full = f"{module}.{name}"
+        if full not in self.known:
+            raise UnpicklingError(full)
+        return self.known[full]
+
+    def persistent_load(self, pid: Any) -> np.ndarray:
+        "The numbers of a storage."
+        kind, dtype, key, _place, count = pid
+        if kind != "storage" or dtype not in STORAGES.values() or not str(key).isdecimal():
+            raise UnpicklingError(f"{kind} {key}")
+        numbers = np.frombuffer(self.archive.read(f"{self.folder}data/{key}"), dtype)[:count]
+        if dtype == STORAGES["BFloat16"]:  # the upper half of a float
+            return (numbers.astype("<u4") << 16).view("<f4")
+        return numbers
+
+    def tensor(
+        self, numbers: np.ndarray, offset: int, size: Any, stride: Any, *_rest: Any
+    ) -> np.ndarray:
+        "An array of a storage; raises ValueError where it reaches beyond it, or becomes too large."
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if min((offset, *size, *stride)) < 0 or (math.prod(size) and last >= len(numbers)):
+            raise ValueError(f"a tensor of {tuple(size)} beyond its {len(numbers)} numbers")
+        self.unpacked += numbers.itemsize * math.prod(size)
+        check_unpacked(self.packed, self.unpacked)
+        if not math.prod(size):
+            return np.zeros(size, numbers.dtype)
+        steps = tuple(numbers.itemsize * step for step in stride)
+        return np.lib.stride_tricks.as_strided(numbers[offset:], tuple(size), steps).copy()
+
+
+def nested_rows(parts: Mapping[str, Any]) -> list[np.ndarray]:
+    "The rows of a jagged tensor."
+    values = parts["values"]
+    edges = parts["offsets"].tolist()
+    lengths = parts.get("lengths")
+    ends = (
+        edges[1:]
+        if lengths is None
+        else [a + n for a, n in zip(edges, lengths.tolist(), strict=False)]
+    )
+    return [values[a:b] for a, b in zip(edges, ends, strict=False)]
+
 # %% ../../nbs/runs/02_dumps.ipynb #422a6139
 def element_count(value: Any, counts: dict[int, float]) -> float:
     "Elements of nested lists and tensors, a shared one as often as it occurs; infinite where one holds itself."
@@ -115,15 +198,12 @@ def element_count(value: Any, counts: dict[int, float]) -> float:
 
 def load_pt(path: Path, allowed: Sequence[Any] = ()) -> dict[str, Any]:
     "The dict in a file of `torch.save`, without unpickling; raises RecordError for what needs that."
-    import torch
-
     expected = "tensors, lists, texts and numbers"
     with parsing(path, expected, fix="Is it still being written?"):
         data = read_file(path)
         check_zip(data)
         try:
-            with torch.serialization.safe_globals(list(allowed)):
-                content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            content = _load(data, list(allowed))
         except UnpicklingError as e:
             got = "objects that only unpickling brings back, which may run any code"
             raise RecordError(
@@ -133,6 +213,16 @@ def load_pt(path: Path, allowed: Sequence[Any] = ()) -> dict[str, Any]:
         if not isinstance(content, Mapping):
             raise TypeError(f"a {type(content).__name__}")
         return dict(content)
+
+
+def _load(data: bytes, allowed: list[Any]) -> Any:
+    "What is in a file of `torch.save`, by torch where it is installed, else with arrays in place of tensors."
+    try:
+        import torch
+    except ImportError:
+        return ArrayUnpickler(data, allowed).load()
+    with torch.serialization.safe_globals(allowed):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 OWNERS_SCRIPT = "Whoever trusts it can write a bundle in the trainer's environment: examples/bundles has writers."

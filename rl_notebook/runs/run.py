@@ -551,9 +551,9 @@ class Run:
 
     def tokenizer(self) -> Any:  # None where there is none
         "The tokenizer of the model that its settings name, as far as it can be had without a network."
-        from rl_notebook.task.models import tokenizer_of
-
         try:
+            from rl_notebook.task.models import tokenizer_of  # loads transformers
+
             return tokenizer_of(flat_settings(self.config))
         except (OSError, ValueError, ImportError, RLNotebookError):
             return None
@@ -806,6 +806,15 @@ class RunFolder(Run):
         )
         _keep_last(self, keep)
         return checkpoint
+
+# %% ../../nbs/runs/11_run.ipynb #9770672c
+RESULTS = "continuations.jsonl"  # in the folder of a step: one result a line
+
+
+def results_file(run: Run, step: int) -> Path | None:
+    "The file of results that were saved with a step; None = there are none."
+    path = run.path / "steps" / f"{step:05d}" / RESULTS
+    return path if not run.reader and path.exists() else None
 
 # %% ../../nbs/runs/11_run.ipynb #766fcfe4
 class _FolderLock:

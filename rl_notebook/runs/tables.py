@@ -153,6 +153,13 @@ _ALLOWED = [
 ]
 
 
+def _rows_of(value: Any) -> Sequence[Any] | None:
+    "The rows of a tensor, jagged or not, or of an array that stands for one; None for something else."
+    if hasattr(value, "unbind"):
+        return value.unbind()
+    return value if isinstance(value, np.ndarray | list) else None
+
+
 class VerlBatches(PtFiles):
     "`tq_batch.pt` of verl's `skip.rollout_tq`, with the texts of `rollout_data_dir` where they lie next to it."
 
@@ -163,7 +170,8 @@ class VerlBatches(PtFiles):
     hook = VerlTexts.hook
 
     def _rows(self, step: int) -> Iterator[Row]:
-        import torch._dynamo  # noqa: F401  (torch wants it for jagged tensors)
+        with suppress(ImportError):  # without torch, arrays are read
+            import torch._dynamo  # noqa: F401  (torch wants it for jagged tensors)
 
         texts = VerlTexts.find(self.asked)
         texts_by_uid = (
@@ -172,14 +180,11 @@ class VerlBatches(PtFiles):
             else {}
         )
         for batch in (load_pt(path, _ALLOWED) for path in self.files[step]):
-            fields = {
-                n: v.unbind()
-                for n, v in batch["tensordict"]["_tensordict"].items()
-                if hasattr(v, "unbind")
-            }
+            tensors = batch["tensordict"]["_tensordict"].items()
+            fields = {n: rows for n, v in tensors if (rows := _rows_of(v)) is not None}
             for i, (key, tag) in enumerate(zip(batch["keys"], batch["tags"], strict=True)):
                 if not tag.get("is_padding"):
-                    mine = {name: values[i].numpy() for name, values in fields.items()}
+                    mine = {name: np.asarray(values[i]) for name, values in fields.items()}
                     yield _of_batch(mine, tag, texts_by_uid.get(key), key.rsplit("_", 2)[0])
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-import httpx
 import numpy as np
 
 from ..config.settings import address_trouble, on_hub
@@ -503,6 +502,8 @@ def _download(url: str) -> IO[bytes]:
         raise DataError(
             "address", where="load_rows", got=_shown_url(trouble), expected="http(s)://host/path"
         )
+    import httpx
+
     hide_queries()
     body = tempfile.TemporaryFile()  # noqa: SIM115
     try:

@@ -17,7 +17,7 @@ from ..core.findings import Finding, Findings, texts_of_checks
 from ..core.types import without_keys
 from ..show.html import html_table
 from .charts import asset
-from .report import _page, tag
+from .report import page_html, tag
 
 # %% auto #0
 __all__ = []
@@ -81,4 +81,4 @@ def check_html(
     open_ = html_table(["what", "why it stays open"], [line.split(": ", 1) for line in unknown])
     parts += [tag("h2", "What cannot be known from outside"), tag("div", open_, kind="card drawn")]
     parts += [tag("h2", "To repeat it"), tag("p", tag("code", html.escape(command)), kind="line")]
-    return _page(name, without_keys("".join(parts)), {})
+    return page_html(name, without_keys("".join(parts)), {})

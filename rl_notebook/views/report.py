@@ -22,18 +22,16 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from ..experiments.fork import Fork
-from ..experiments.locate import Located, results_file, saved_results
 from ..core.types import ConfigError, RecordError, check_replaceable
 from ..show.html import html_table, number, rewards_html, tag, token_texts
 from ..runs.records import StepRecord, expect_records, read_table, replace_text, utf8
 from ..runs.held_out import HeldOut
-from ..runs.run import Run, flat_settings, metrics_frame, metrics_row
+from ..runs.run import Run, flat_settings, metrics_frame, metrics_row, results_file
 from ..insight.trends import LAST_STEPS_READ, Trend, watch_run
 from rl_notebook.views.charts import (
     LOOKS,
@@ -70,6 +68,11 @@ from ..insight.xray import invariants, sentence
 
 # %% auto #0
 __all__ = ['write_report', 'place_for', 'run_status', 'follow', 'compare']
+
+# %% ../../nbs/views/07_report.ipynb #fda093a1
+if TYPE_CHECKING:  # these load the loop, which only a page with saved results needs
+    from rl_notebook.experiments.fork import Fork
+    from rl_notebook.experiments.locate import Located
 
 # %% ../../nbs/views/07_report.ipynb #eb65c025
 # records that are read at the end; the sixth is there for the sentence of the next
@@ -233,6 +236,8 @@ def place_results(
     placed: dict[str, list[Fork | Located]] = {}
     count = 0
     for step in (s for s in reversed(steps) if results_file(run, s)):
+        from rl_notebook.experiments.locate import saved_results
+
         try:
             record = read.get(step) or run.record(step)
             results = saved_results(run, record)[-(SHOWN_RESULTS - count) :]
@@ -381,8 +386,8 @@ def _value(point: tuple[int, float]) -> float:
     return point[1]
 
 
-def header_html(m: Material) -> str:
-    "Title, facts and numbers."
+def facts_html(m: Material) -> str:
+    "What the run is, and its numbers before and after."
     facts = {
         label: m.settings[key] for label, key in FACTS.items() if m.settings.get(key) is not None
     }
@@ -403,12 +408,12 @@ def header_html(m: Material) -> str:
         if column in history
     ]
     none = "" if facts["steps"] else tag("p", "No step has been recorded yet.", kind="soft")
-    head = (
-        tag("h1", html.escape(m.name))
-        + tag("p", *spans, kind="facts")
-        + tag("div", *tiles, kind="tiles")
-    )
-    return tag("header", head) + none
+    return tag("p", *spans, kind="facts") + tag("div", *tiles, kind="tiles") + none
+
+
+def header_html(m: Material) -> str:
+    "Title, facts and numbers."
+    return tag("header", tag("h1", html.escape(m.name)) + facts_html(m))
 
 # %% ../../nbs/views/07_report.ipynb #9889b009
 # characters of a step's completions in a report, about; the first group is always there
@@ -512,8 +517,8 @@ def tokens_payload(
     return {at: recorded_tokens(rows[at], tokenizer) for at in kept}
 
 # %% ../../nbs/views/07_report.ipynb #b466efd4
-def linked(text: str, step: int | None = None) -> str:
-    "A text as safe HTML; where it names a completion, a link. Where it says no step, it is of `step`."
+def linked(text: str, step: int | None = None, page: str = "") -> str:
+    "A text as safe HTML; where it names a completion, a link into this page or another. Where it says no step, it is of `step`."
 
     def link(match: re.Match[str]) -> str:
         if (at := match["step"] or step) is None:
@@ -522,7 +527,7 @@ def linked(text: str, step: int | None = None) -> str:
         return tag(
             "a",
             match[0],
-            href="#" + address(int(at), int(match["group"]), int(match["sample"]), token),
+            href=f"{page}#" + address(int(at), int(match["group"]), int(match["sample"]), token),
         )
 
     return PLACE.sub(link, html.escape(text))
@@ -677,7 +682,13 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
 MADE = "Made by rl_notebook."
 
 
-def _page(name: str, body: str, carried: Mapping[str, Any], refresh: float | None = None) -> str:
+def page_html(
+    name: str,
+    body: str,
+    carried: Mapping[str, Any],
+    refresh: float | None = None,
+    step_pages: Iterable[int] = (),  # steps that have a page of their own beside it
+) -> str:
     "A page with what it carries: figures by place, completions by step, tokens by address."
     data = {name: payload for name, payload in carried.items() if payload}
     scripts = [module("report.js")] if data or refresh else []
@@ -699,7 +710,9 @@ def _page(name: str, body: str, carried: Mapping[str, Any], refresh: float | Non
     if "figures" in data:
         values += [tag("script", packed_plotly(), type="text/plain", id="plotly")]
     tail = "".join([*values, *(tag("script", s) for s in scripts)])
-    main = tag("main", body, tag("footer", made), **({"data-refresh": refresh} if refresh else {}))
+    attributes = {"data-refresh": refresh, "data-pages": " ".join(map(str, step_pages))}
+    attributes = {name: value for name, value in attributes.items() if value}
+    main = tag("main", body, tag("footer", made), **attributes)
     html_ = tag("html", tag("head", *head), tag("body", main, tail), lang="en")
     return f"<!doctype html>\n{html_}\n".encode("utf-8", "backslashreplace").decode()
 
@@ -719,7 +732,7 @@ def report_html(
     "A run as one self-contained HTML page; raises RecordError for an address of a step that is not there."
     m = replace(material(source, known, show), tokenizer=tokenizer)
     m = m if title is None else replace(m, name=title)
-    return _page(title_of(m) if title is None else title, *_sections(m, status), refresh)
+    return page_html(title_of(m) if title is None else title, *_sections(m, status), refresh)
 
 # %% ../../nbs/views/07_report.ipynb #e042d07a
 def write_report(
@@ -978,7 +991,7 @@ class Comparison:
             *(tag("div", t, kind="card scroll drawn") for t in self.tables_html()),
         ]
         figures = {f"f{i}": c.figure for i, c in enumerate(shown)}
-        return _page(
+        return page_html(
             names, "".join([*head, _figures_html(shown, 0, over_steps=True)]), {"figures": figures}
         )
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from synthetic import synthetic_record
 
 from rl_notebook.runs.run import RunFolder
 from rl_notebook.views.report import Status, report_html, write_report
+from rl_notebook.views.site import write_site
 
 from .hostile import hostile_record
 from .lab import SHOTS, Watch
@@ -263,3 +267,48 @@ def test_a_script_that_got_into_the_page_does_not_run(
     path.write_text(f"<!doctype html><title>Sums</title><main>{bad}</main>")
     expect(open_page(path)).to_have_title("owned")  # without the policy it would have run
     watch.take(context)  # and the image is nowhere
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    "A web host for the test's folder, which serves files and nothing else."
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_an_address_of_a_site_opens_at_a_step_a_completion_and_a_token(
+    open_page: Callable[..., Page], run: RunFolder, tmp_path: Path, web: str, scheme: str
+):
+    gallery = write_site([run, run], tmp_path / "site")
+    d = run.record(2).datums[-1]  # of a step whose tokens are on no report
+    token = int(np.flatnonzero(d.active)[2]) + 1
+    place = f"step=2&group={d.group}&sample={d.sample}"
+    page = open_page(gallery)
+    page.emulate_media(color_scheme=scheme)
+    assert page.evaluate(CUT_OFF, 1280) == []
+    page.screenshot(path=SHOTS / f"site_gallery_{scheme}_1280.png")
+    for base in (gallery.parent.resolve().as_uri(), f"{web}/site"):
+        page.goto(f"{base}/sums/index.html#{place}&token={token}")
+        page.wait_for_url(f"**/sums/steps/00002.html#{place}&token={token}")
+        marked = page.locator(".strip [aria-current]")
+        expect(marked).to_be_in_viewport()
+        expect(marked).to_have_attribute("href", f"#{place}&token={token}")
+        expect(page.locator(".tokens dl")).to_contain_text(f"token {token}")
+    page.screenshot(path=SHOTS / f"site_token_{scheme}_1280.png")
+    assert page.evaluate(CUT_OFF, 1280) == []
+    page.goto(f"{web}/site/sums-2/index.html#{place}")
+    page.wait_for_url(f"**/sums-2/steps/00002.html#{place}")
+    expect(page.locator("tr[aria-current]")).to_have_attribute("data-id", place)
+    page.get_by_role("link", name="‹ sums").click()
+    page.wait_for_url("**/sums-2/index.html#step=2")
+    expect(page.get_by_label("step of the completions")).to_have_value("2")
+    page.goto(f"{web}/site/index.html")
+    page.get_by_role("link", name="3", exact=True).first.click()
+    expect(page.get_by_role("heading", name="Step 3")).to_be_visible()
+    page.get_by_role("link", name="the step after: 4").click()
+    expect(page.get_by_role("heading", name="Step 4")).to_be_visible()
