@@ -4,7 +4,9 @@ The environment gets the distributions that README names and what they require, 
 no network is needed and nothing else is there.
 """
 
+import io
 import json
+import pickle
 import re
 import shutil
 import subprocess
@@ -14,10 +16,13 @@ import zipfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from packaging.requirements import Requirement
 from synthetic import synthetic_record
 
+from rl_notebook.runs.dumps import _ARRAYS, ArrayUnpickler
 from rl_notebook.runs.run import RunFolder
 
 ROOT = Path(__file__).parents[1]
@@ -156,3 +161,66 @@ def test_runs_are_read_without_torch_transformers_and_jupyterlab(python, tmp_pat
     own = [r for r in results if r[0][:2] == ["doctor", str(run.path)]]
     assert own[0][1] in (0, 1)  # it compared trainer and sampler, from the record alone
     assert (tmp_path / "site/sums/steps/00002.html").is_file()
+
+
+def saved(value) -> bytes:
+    "A value as `torch.save` writes it."
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+KINDS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+         torch.uint8, torch.bool)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_have_the_numbers_of_the_tensors(kind):
+    whole = (torch.arange(24).reshape(2, 3, 4) % 5).to(kind)
+    tensors = [
+        whole,
+        whole[1, :, ::2],
+        whole.transpose(0, 2),
+        whole[0, 0, 3],
+        whole[:0],
+        whole[:1].expand(3, 3, 4),
+    ]
+    arrays = ArrayUnpickler(saved({"all": tensors, "n": np.arange(3)}), _ARRAYS).load()
+    for tensor, array in zip(tensors, arrays["all"], strict=True):
+        assert array.shape == tuple(tensor.shape)
+        assert array.tolist() == tensor.tolist()
+    assert arrays["n"].tolist() == [0, 1, 2]
+
+
+def test_jagged_tensors_are_rows():
+    rows = [torch.arange(2), torch.arange(5), torch.arange(0)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    read = ArrayUnpickler(saved({"nested": nested})).load()["nested"]
+    assert [row.tolist() for row in read] == [row.tolist() for row in rows]
+
+
+class Calls:
+    "An object that calls something when it is unpickled."
+
+    def __reduce__(self):
+        return (print, ("called",))
+
+
+def test_nothing_is_called_and_nothing_is_read_beyond_the_file(capsys):
+    for value in (Calls(), {1: Calls()}, io.BytesIO, torch.device("cpu")):
+        with pytest.raises(pickle.UnpicklingError):
+            ArrayUnpickler(saved({"a": value})).load()
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match="become more than"):
+        ArrayUnpickler(saved({"a": torch.zeros(1).expand(10**10)})).load()
+    reader = ArrayUnpickler(saved({}))
+    numbers = np.arange(4.0)
+    for offset, size, stride in (
+        (0, (5,), (1,)),
+        (3, (2,), (1,)),
+        (0, (2, 2), (3, 1)),
+        (-1, (1,), (1,)),
+        (3, (2,), (-1,)),
+    ):
+        with pytest.raises(ValueError, match="beyond its 4 numbers"):
+            reader.tensor(numbers, offset, size, stride)

@@ -5,6 +5,7 @@
 # %% ../../nbs/runs/02_dumps.ipynb #58aa8ac2
 from __future__ import annotations
 
+import codecs
 import io
 import math
 import zipfile
@@ -131,7 +132,8 @@ class ArrayUnpickler(Unpickler):
             "torch._tensor._rebuild_from_type_v2": lambda build, kind, parts, state: build(*parts),
             "torch.nested._internal.nested_tensor._rebuild_njt": nested_rows,
             **{f"torch.{kind}Storage": dtype for kind, dtype in STORAGES.items()},
-            **{name: value for value, name in allowed},
+            "_codecs.encode": codecs.encode,
+            **dict(named for one in allowed for named in _names_of(one)),
         }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -164,6 +166,15 @@ class ArrayUnpickler(Unpickler):
             return np.zeros(size, numbers.dtype)
         steps = tuple(numbers.itemsize * step for step in stride)
         return np.lib.stride_tricks.as_strided(numbers[offset:], tuple(size), steps).copy()
+
+
+def _names_of(allowed: Any) -> list[tuple[str, Any]]:
+    "The names that a pickle has for a value that is allowed: those that are given with it, else its own, also of numpy 1."
+    if isinstance(allowed, tuple):
+        value, name = allowed
+        return [(name, value)]
+    name = f"{allowed.__module__}.{allowed.__qualname__}"
+    return [(name, allowed), (name.replace("numpy._core.", "numpy.core."), allowed)]
 
 
 def nested_rows(parts: Mapping[str, Any]) -> list[np.ndarray]:

@@ -41,7 +41,6 @@ from rl_notebook.insight.doctor.causes import (
     wrong_reference,
 )
 from ...config.aliases import words_for
-from ...task.chat import render
 from rl_notebook.core.types import (
     BackendError,
     Completion,
@@ -446,6 +445,8 @@ def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[st
     for t in sorted(special, key=lambda t: t not in prompt)[:16]:
         yield f"a foreign {tokenizer.decode([t])!r} ({t}) in front", [t, *prompt]
     if getattr(tokenizer, "chat_template", None):
+        from rl_notebook.task.chat import render
+
         messages = [{"role": "user", "content": tokenizer.decode(prompt)}]
         with contextlib.suppress(DataError):  # a template may reject its own special tokens
             yield (
