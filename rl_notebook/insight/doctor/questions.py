@@ -383,10 +383,10 @@ def empty_completions(run: RunNumbers) -> Iterator[Cause]:
 def cut_completions(run: RunNumbers) -> Iterator[Cause]:
     "Completions that the limit cuts: most, or a part of those of a run that does not learn."
     share = run.last(CUT)
-    least = MOST if share >= MOST else MAX_TROUBLED_SHARE
-    since = run.since(CUT, lambda shares: shares >= least)
+    most = run.since(CUT, lambda shares: shares >= MOST)
+    since = run.since(CUT, lambda shares: shares >= MAX_TROUBLED_SHARE) if most is None else most
     if since is not None and (share >= 0.5 or not run.rises or since > run.steps[0]):
-        before = "signal" if share >= MOST else ""
+        before = "" if most is None else "signal"
         text = f"{share:.0%} of the completions are cut at the limit"
         yield fault("Completions do not end", text, since, before=before)
 
