@@ -73,6 +73,7 @@ pytest: $(STAMP) chromium ## run tests/, the house rules and the browser tests a
 bench: $(BENCH_STAMP) ## measure against TRL and the floors, how soon views answer, what overlaps; JSON in benchmarks/results/
 	@mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/locate.py --json benchmarks/results/locate.json
+	$(BIN)/python benchmarks/coverage.py --json benchmarks/results/coverage.json
 	$(BIN)/python benchmarks/step.py --setting tiny --json benchmarks/results/step_tiny.json
 	$(BIN)/python benchmarks/step.py --setting smollm2 --json benchmarks/results/step_smollm2.json
 	$(BIN)/python benchmarks/step.py --setting gsm8k --json benchmarks/results/step_gsm8k.json

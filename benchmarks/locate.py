@@ -56,10 +56,10 @@ def record_of(
     row: rln.Row, prompt: np.ndarray, completion: list[int], text: str, reward: float
 ) -> rln.StepRecord:
     "A step of one sample, as if it had been sampled."
-    ids = [*prompt.tolist(), *completion]
-    mask = [0] * len(prompt) + [1] * len(completion)
-    sample = rln.RolloutSample(ids, np.full(len(ids), -0.1), mask, reward, text=text)
-    group = rln.PromptGroup([sample], row=row.data, key=row.key)
+    ids = np.array([*prompt.tolist(), *completion])
+    mask = np.arange(len(ids)) >= len(prompt)
+    sample = rln.RolloutSample(ids, np.full(len(ids), -0.1), mask.astype(int), reward, text=text)
+    group = rln.PromptGroup((sample,), row=row.data, key=row.key)
     return rln.StepRecord(step=1, groups=(group,))
 
 
@@ -104,6 +104,20 @@ async def ask(backend: rln.Backend, number: int, mistake: bool, budget: int) -> 
     return {"case": number, "mistake": mistake, "place": differ[0] if differ else None, **costs}
 
 
+async def wrong_answer(backend: rln.Backend, number: int) -> tuple[rln.Row, rln.Completion]:
+    "A sum of the example, and an answer of several lines that is wrong."
+    from examples.small_model import sums
+
+    rows = rln.load_rows(sums.rows())[100 * number :]
+    params = rln.SampleParams(max_tokens=SMALL_MODEL_TOKENS, temperature=0.7, seed=number)
+    for row in rows:
+        [prompt] = encode_rows([row], backend.tokenizer)
+        [completion] = await backend.sampler.sample(prompt.tokens, params)
+        if "\n" in completion.text and not sums.exact(completion.text, row.answer):
+            return row, completion
+    raise SystemExit(f"case {number}: no wrong answer of several lines in {len(rows)} rows")
+
+
 async def ask_smollm2(backend: rln.Backend, number: int, budget: int) -> dict[str, Any]:
     "One wrong answer that SmolLM2 worked out by itself: what was named, and what it cost."
     from examples.small_model import sums
@@ -111,22 +125,17 @@ async def ask_smollm2(backend: rln.Backend, number: int, budget: int) -> dict[st
     def reward(text: str, answer: str, digits: list[int]) -> float:
         return sums.exact(text, answer) + 0.5 * sums.worked_out(text, digits)
 
-    rows = rln.load_rows(sums.rows())
-    params = rln.SampleParams(max_tokens=SMALL_MODEL_TOKENS, temperature=0.7)
-    for attempt in range(100):
-        row = rows[100 * number + attempt]
-        [prompt] = encode_rows([row], backend.tokenizer)
-        one = rln.SampleParams(max_tokens=SMALL_MODEL_TOKENS, temperature=0.7, seed=number)
-        [completion] = await backend.sampler.sample(prompt.tokens, one)
-        if "\n" in completion.text and not sums.exact(completion.text, row.data["answer"]):
-            break
-    earned = reward(completion.text, row.data["answer"], row.data["digits"])
-    record = record_of(row, prompt.tokens, completion.tokens.tolist(), completion.text, earned)
-    bounds = (0.0, 1.5)
-    costs = await ask_both(
-        backend, record, budget, number, reward=reward, params=params, bounds=bounds
-    )
-    return {"case": number, "text": completion.text, "length": len(completion.tokens), **costs}
+    row, completion = await wrong_answer(backend, number)
+    tokens = completion.tokens.tolist()
+    earned = reward(completion.text, row.answer, row.data["digits"])
+    record = record_of(row, completion.prompt_tokens, tokens, completion.text, earned)
+    settings: dict[str, Any] = {
+        "reward": reward,
+        "params": rln.SampleParams(max_tokens=SMALL_MODEL_TOKENS, temperature=0.7),
+        "bounds": (0.0, 1.5),
+    }
+    costs = await ask_both(backend, record, budget, number, **settings)
+    return {"case": number, "text": completion.text, "length": len(tokens), **costs}
 
 
 COSTS = (

@@ -45,6 +45,21 @@ def test_both_passes_leave_the_same_gradients():
     assert "500" in memory.table([result])
 
 
+# --- coverage.py -------------------------------------------------------------------------------------------------
+
+coverage = script("coverage")
+
+
+def test_the_known_mean_is_a_sum_over_all_completions():
+    model, _ = coverage.make_model()
+    probabilities = coverage.next_probabilities(model, [1, 2])
+    assert coverage.exact_mean((), probabilities, lambda text: 1.0) == pytest.approx(1)
+    starts = coverage.exact_mean((), probabilities, lambda text: float(text.startswith("c")))
+    assert starts == pytest.approx(probabilities[()][2])
+    ends = coverage.exact_mean((0, 1), probabilities, lambda text: float(text == "ab"))
+    assert ends == pytest.approx(probabilities[0, 1][coverage.END])
+
+
 # --- step.py -----------------------------------------------------------------------------------------------------
 
 
