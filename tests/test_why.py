@@ -238,7 +238,7 @@ def test_the_fix_is_in_the_words_of_the_trainer():
         == "raise actor_rollout_ref.actor.clip_ratio_high or actor_rollout_ref.actor.kl_loss_coef (with use_kl_loss)"
     )
     assert words_of_trainer("OpenRLHF")("widen eps_clip") == "widen --actor.eps_clip"
-    assert words_of_trainer("prime-rl")("raise kl_beta") == "raise trainer.loss.kl_tau"
+    assert words_of_trainer("prime-rl")("raise kl_beta").startswith("raise trainer.loss.kl_tau")
     assert (
         words_of_trainer("NeMo-RL")("set grad_clip_norm, lower the learning rate")
         == "set policy.max_grad_norm, lower the learning rate (policy.optimizer.kwargs.lr)"

@@ -359,7 +359,7 @@ SETTINGS_OF = {  # trainer: our settings under its names, as of August 2026
     "prime-rl": {
         "max_completion_tokens": "orchestrator.train.sampling.max_completion_tokens",
         "completions_per_prompt": "orchestrator.group_size",
-        "kl_beta": "trainer.loss.kl_tau",
+        "kl_beta": "trainer.loss.kl_tau (to the sampler's policy)",
         "grad_clip_norm": "trainer.optim.max_norm",
         "eps_clip": "trainer.loss.dppo_mask_low and dppo_mask_high",
         "eps_clip_high": "trainer.loss.dppo_mask_high",
