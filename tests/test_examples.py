@@ -302,7 +302,7 @@ def test_retries_are_discounted(example: SimpleNamespace):
     assert sample.info["turns"] == 3
     assert Scripted("#### 16", "#### 1").rollout(example).reward == 1
     assert Scripted(*["#### 1"] * 3, "#### 16").rollout(example).reward == 0
-    assert Scripted("#### 16").rollout(example, answer="sixteen").reward is None
+    assert Scripted("#### 16").rollout(example, answer="many").reward is None
 
 
 @pytest.mark.parametrize("example", ["single_turn_token_in"], indirect=True)
