@@ -96,6 +96,35 @@ def test_a_writer_keeps_what_its_trainer_has(module, tmp_path, monkeypatch):
         assert d.weights.tolist() == [0, 1, 1]
 
 
+def test_verl_keeps_what_a_padded_batch_has(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import verl_bundle
+
+    t = torch.tensor
+    batch = {"input_ids": t([[0, *IDS, 0]] * 2), "attention_mask": t([[0, 1, 1, 1, 1, 0]] * 2)}
+    batch |= {"responses": t([[*IDS[2:], 0]] * 2), "response_mask": t([[1, 1, 0]] * 2)}
+    batch |= {"rollout_log_probs": t([[*SAMPLER, 0.0]] * 2), "old_log_probs": t([[*OLD, 0.0]] * 2)}
+    batch |= {
+        "advantages": t([[0.5, 0.5, 0], [-0.5, -0.5, 0]]),
+        "token_level_scores": t([[0, 1.0, 0], [0, 0, 0]]),
+    }
+
+    class Trainer:
+        global_steps = 4
+
+        def _update_actor(self, batch):
+            return "updated"
+
+    trainer = verl_bundle.recorded_ray(Trainer, tmp_path)()
+    assert trainer._update_actor(Of(batch=batch, non_tensor_batch={"uid": ["a", "a"]})) == "updated"
+    record = Run.open(tmp_path).record(4)
+    assert [s.reward for g in record.groups for s in g.samples] == [1.0, 0.0]
+    for d, advantage in zip(record.datums, (0.5, -0.5), strict=True):
+        assert (d.tokens.tolist(), d.weights.tolist()) == (IDS, [0, 1, 1])
+        assert d.advantage == pytest.approx(advantage)
+        assert np.allclose(d.sampler_logprobs[1:], SAMPLER)
+
+
 def test_prime_rl_and_the_schema(tmp_path, monkeypatch):
     jsonschema = pytest.importorskip("jsonschema")
     monkeypatch.syspath_prepend(str(FOLDER))

@@ -1,6 +1,7 @@
-"""verl 0.9: a subclass of the trainer that `trainer.v1.trainer_mode` names.
+"""verl 0.9: a subclass of the trainer that `trainer.v1.trainer_mode` names, or of `RayPPOTrainer`.
 
-Ran on jagged tensors in a TensorDict, as its queue gives them; its trainer needs a GPU.
+Ran on jagged tensors in a TensorDict, as the queue of the first gives them, and on the padded `DataProto` that `compute_advantage`
+of the second returns; both trainers need a GPU.
 """
 
 from write import write_step
@@ -49,5 +50,33 @@ def recorded(trainer_class, folder):
             rows = list(samples_of(dict(result.items()), batch.keys, batch.tags))
             write_step(folder, self.global_steps, "verl", rows)
             return super()._update_actor(batch, metrics)
+
+    return Recorded
+
+
+def samples_of_padded(batch, groups):
+    "One sample a row of the padded tensors in `DataProto.batch`; `groups` is `DataProto.non_tensor_batch['uid']`."
+    real = batch["attention_mask"] > 0
+    width = batch["responses"].shape[1]
+    for i, group in enumerate(groups):
+        kept = real[i][-width:]  # padding is left of prompts and right of responses
+        series = {
+            ours: batch[name][i][kept].float().cpu().numpy()
+            for name, ours in OURS.items()
+            if name in batch.keys()  # noqa: SIM118 (a TensorDict)
+        }
+        tokens = batch["input_ids"][i][real[i]].cpu().numpy()
+        reward = float(batch["token_level_scores"][i].sum())
+        yield {"tokens": tokens, **series, "group": str(group), "reward": reward}
+
+
+def recorded_ray(trainer_class, folder):
+    "`RayPPOTrainer`, or a subclass of it, that writes a bundle before each update."
+
+    class Recorded(trainer_class):
+        def _update_actor(self, batch):
+            rows = list(samples_of_padded(batch.batch, batch.non_tensor_batch["uid"]))
+            write_step(folder, self.global_steps, "verl", rows)
+            return super()._update_actor(batch)
 
     return Recorded
