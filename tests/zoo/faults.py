@@ -218,7 +218,7 @@ def prompt_in_mask(groups: Sequence[PromptGroup]) -> list[Datum]:
 
 # --- the table ----------------------------------------------------------------------------------------------------
 
-TEMPERATURE, CUT, STALE, TEXT, DTYPE = ("temperature",), ("top-p or top-k",), ("stale weights",), ("BOS or template",), ("dtype or batching",)  # fmt: skip
+TEMPERATURE, CUT, BIAS, STALE, TEXT, DTYPE = ("temperature",), ("top-p or top-k",), ("bias or penalty",), ("stale weights",), ("BOS or template",), ("dtype or batching",)  # fmt: skip
 LORA = World(lora_rank=8, learning_rate=1e-3)
 
 
@@ -233,7 +233,13 @@ FAULTS: dict[str, Fault] = {
     "raw is reported where a temperature was asked": Fault(TEMPERATURE, lambda run: raw_at(run, 0.7)),
     "the server has its own top-k": Fault(CUT, lambda run: force_sampling(run, top_k=2)),
     "the server cuts, and reports raw": Fault(CUT, lambda run: force_sampling(run, "raw", top_p=0.6)),
-    "the server penalises repetition": Fault((NONE,), lambda run: force_sampling(run, repetition_penalty=1.5)),
+    "the server penalises repetition": Fault(BIAS, lambda run: force_sampling(run, repetition_penalty=1.5)),
+    "the server forbids the end token": Fault(BIAS, lambda run: force_sampling(run, suppress_tokens=[run.tokenizer.eos_token_id])),
+    "the server has its own temperature, in half precision":
+        Fault(TEMPERATURE, lambda run: force_sampling(run, temperature=0.7), World(dtype="bfloat16")),
+    "the server penalises repetition, in half precision":
+        Fault(BIAS, lambda run: force_sampling(run, repetition_penalty=1.3), World(dtype="bfloat16", seed=3)),
+    "the server cuts, in half precision": Fault(CUT, lambda run: force_sampling(run, top_k=3), World(dtype="bfloat16", seed=5)),
     "another template": Fault(TEXT, templated),
     "the server adds bos to everything": Fault(TEXT, lambda run: set_fields(run.server, prefix=(run.tokenizer.bos_token_id,))),
     "the server puts a token of the template in front": Fault(TEXT, lambda run: set_fields(run.server, prefix=(4,))),

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from rl_notebook.core.types import (
     Logprobs,
     LossOutput,
     SampleParams,
+    TopLogprobs,
 )
 from rl_notebook.task.models import load_model
 
@@ -128,8 +129,21 @@ class Server:
             next((i for i, t in enumerate(row.tolist(), 1) if t in eos), len(row))
             for row in sampled
         ]
-        return [self._completion(prompt, row[:n], r[:n], p[:n], params, eos)
-                for row, r, p, n in zip(sampled.numpy(), *series, ends, strict=True)]  # fmt: skip
+        completions = [self._completion(prompt, row[:n], r[:n], p[:n], params, eos)
+                       for row, r, p, n in zip(sampled.numpy(), *series, ends, strict=True)]  # fmt: skip
+        if params.top_logprobs == 0:
+            return completions
+        listed = both_logits[0 if self.reports == "raw" else 1].log_softmax(-1)
+        listed = [row[:n].topk(params.top_logprobs) for row, n in zip(listed, ends, strict=True)]
+        return [
+            replace(
+                c,
+                top_logprobs=TopLogprobs(
+                    top.indices.numpy(), top.values.numpy(), np.ones(len(c.tokens), dtype=bool)
+                ),
+            )
+            for c, top in zip(completions, listed, strict=True)
+        ]
 
     def _completion(self, prompt, tokens, raw, processed, params, eos) -> Completion:
         reported = {
@@ -353,7 +367,7 @@ def assemble_backend(
     def score_at(temperature: float) -> None:
         trainer.temperature = reference.temperature = temperature
 
-    can = {"lora_rank": lora_rank, "policy_temperature": trainer.temperature}
+    can = {"lora_rank": lora_rank, "policy_temperature": trainer.temperature, "top_logprobs": 16}
     capabilities = Capabilities("zoo", grad_accumulation_normalization=("none",), **can)
     roles = {"policy": trainer, "reference": reference, "sampler": sampler, "sync": sync}
     return Backend(

@@ -30,6 +30,7 @@ from rl_notebook.insight.doctor.causes import (
     other_temperature,
     other_text,
     other_tokens,
+    penalised,
     repeated,
     sampled_otherwise,
     self_contradiction,
@@ -56,6 +57,7 @@ from rl_notebook.insight.doctor.evidence import (
     MIN_SURE,
     Evidence,
     CauseFinding,
+    Listing,
     Resample,
     beyond,
     differs,
@@ -91,6 +93,7 @@ GAP_HYPOTHESES: list[Hypothesis] = [
     moved_rows,
     wrong_number_format,
     other_logits,
+    penalised,
     from_series,
     stale_weights,
     other_text,
@@ -312,7 +315,10 @@ def rank_causes(e: Evidence) -> Diagnosis:
         tolerance=finer_rounding(e),
         noise_floor=noise_floor(e),
         largest=size(e.gap).largest,
-        controls=tuple(dict.fromkeys(name.partition(",")[0] for name in e.controls)),
+        controls=(
+            *dict.fromkeys(name.partition(",")[0] for name in e.controls),
+            *(["sampler's likeliest tokens"] if e.listings else []),
+        ),
         failed=e.failed,
     )
 
@@ -403,6 +409,69 @@ async def run_sync(e: Evidence, backend: Backend, datum_indices: Sequence[int]) 
     logprobs = await backend.reference.forward([e.datums[i] for i in datum_indices])
     series = one_per_datum(e, datum_indices, logprobs)
     return replace(e, controls={**e.controls, "reference": series})
+
+# %% ../../../nbs/insight/doctor/02_doctor.ipynb #ec2b3708
+def telling_places(e: Evidence, datum_indices: Sequence[int], places: int) -> list[int]:
+    "Compared positions behind different prefixes: with the largest gaps, and where the sampler was in doubt."
+    prefixes = e.prefix_hashes(False)
+    inside = np.isin(e.row, list(datum_indices)) & np.isfinite(e.gap)
+    gap = np.where(inside, np.abs(e.gap), -np.inf)
+    doubt = np.where(inside, -np.abs(np.exp(e.s) - 0.5), -np.inf)
+    chosen = dict[int, int]()  # by prefix
+    for order, limit in (
+        (np.argsort(-gap, kind="stable"), places // 2),
+        (np.argsort(-doubt, kind="stable"), places),
+    ):
+        for k in (int(k) for k in order if inside[k]):
+            if len(chosen) < limit:
+                chosen.setdefault(int(prefixes[k]), k)
+    return list(chosen.values())
+
+
+LISTED_TOKENS = 16  # likeliest tokens that the sampler is asked for
+
+
+async def run_listing(
+    e: Evidence, backend: Backend, datum_indices: Sequence[int], places: int = 8
+) -> Evidence:
+    "Let the sampler list its likeliest tokens at a few places, and the policy score them there."
+    most = backend.capabilities.top_logprobs
+    t = 1.0 if e.provenance.sampler_temperature is None else e.provenance.sampler_temperature
+    if most == 0 or t == 0 or not differs(e):
+        return e
+    params = SampleParams(n=1, max_tokens=1, temperature=t, top_logprobs=min(LISTED_TOKENS, most))
+    chosen = telling_places(e, datum_indices, places)
+    heads = [e.datums[e.row[k]].tokens[: e.target[k] + 1] for k in chosen]
+    asked = [backend.sampler.sample(h, replace(params, seed=seed)) for seed, h in enumerate(heads)]
+    end = getattr(backend.tokenizer, "eos_token_id", None)
+    listed = list[
+        tuple[int, np.ndarray, np.ndarray, np.ndarray]
+    ]()  # position, prefix, tokens, logprobs
+    for k, head, [completion] in zip(chosen, heads, await asyncio.gather(*asked), strict=True):
+        top = completion.top_logprobs
+        if top is None or not len(top.tokens) or (top.distribution == "raw" and t != 1):
+            continue
+        known = (top.tokens[0] >= 0) & np.isfinite(top.logprobs[0])
+        reported = dict(
+            zip(top.tokens[0][known].tolist(), top.logprobs[0][known].tolist(), strict=True)
+        )
+        for token in (end, int(e.token[k])):
+            if token is not None:
+                reported.setdefault(token, -np.inf)
+        listed.append((k, head, np.array([*reported]), np.array([*reported.values()])))
+    datums = [one_token_datum(head, token) for _, head, tokens, _ in listed for token in tokens]
+    scored = iter(await backend.policy.forward(datums) if datums else ())
+    listings = []
+    for k, head, tokens, reported in listed:
+        ours = np.array([next(scored).values[-1] for _ in tokens], dtype=np.float64)
+        listings.append(Listing(k, tokens, reported, ours, np.isin(tokens, head)))
+    return replace(e, listings=tuple(listings))
+
+
+def one_token_datum(head: np.ndarray, token: int) -> Datum:
+    "A datum whose last token alone is scored."
+    tokens = np.r_[head, token]
+    return Datum(tokens, np.r_[np.zeros(len(head) - 1), 1.0])
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #b9b7844c
 def prompt_of(d: Datum) -> list[int]:
@@ -647,6 +716,7 @@ async def run_resample(
 CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]] = {
     "rescore": run_rescore,
     "echo": run_echo,
+    "listing": run_listing,
     "sync": run_sync,
     "context": run_context,
     "resample": run_resample,

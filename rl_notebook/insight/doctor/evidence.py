@@ -62,6 +62,7 @@ class Evidence:
     # series by their maker
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)
     resamples: tuple[Resample, ...] = ()  # next tokens, sampled again
+    listings: tuple[Listing, ...] = ()  # what both sides say of the likeliest tokens of a place
     # control: why it gave no result
     failed: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[int, ...] = ()  # of each datum, where several steps are one evidence
@@ -148,6 +149,17 @@ class Resample:
     tokens: np.ndarray  # (H,) the different ids that came up, likeliest first
     claimed: np.ndarray  # (H,) logprobs that the sampler reports of them
     counts: np.ndarray  # (2, H) how often each was sampled, in two halves
+
+
+@dataclass(frozen=True, eq=False)
+class Listing:
+    "The likeliest tokens at one place as the sampler lists them, and what the policy says of the same tokens."
+
+    at: int  # compared position
+    tokens: np.ndarray  # (K,) ids; the end of a text and the recorded token are always among them
+    sampler: np.ndarray  # (K,) nats; -inf = it does not list this token
+    trainer: np.ndarray  # (K,) nats
+    is_repeated: np.ndarray  # (K,) bool: the token stands in the text before
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #530889c2
 def noise_floor(e: Evidence) -> float | None:
