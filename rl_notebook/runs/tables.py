@@ -153,7 +153,7 @@ _ALLOWED = [
 ]
 
 
-def _rows_of(value: Any) -> Sequence[Any] | None:
+def _rows_of(value: Any) -> Any:
     "The rows of a tensor, jagged or not, or of an array that stands for one; None for something else."
     if hasattr(value, "unbind"):
         return value.unbind()

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 
 from ..core.types import ConfigError, RecordError
@@ -112,7 +112,7 @@ def write_run(run: Run, folder: Path, name: str) -> str:  # its card in the gall
     steps = [] if run.is_log else run.steps
     written = list[int]()
     before: StepRecord | None = None
-    for step, after in pairwise([*steps, None]):
+    for step, after in zip(steps, [*steps[1:], None], strict=False):
         try:
             record = run.record(step)
         except RecordError:  # the report names it
