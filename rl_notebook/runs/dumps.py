@@ -279,7 +279,7 @@ _ENDS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 # what a plain array of numbers is made of in a pickle
 _ARRAYS = (
-    np._core.multiarray._reconstruct,
+    np.empty(0).__reduce__()[0],  # the function that makes an array
     np.ndarray,
     np.dtype,
     np.dtypes.Int32DType,
