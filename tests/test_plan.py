@@ -86,3 +86,19 @@ def test_groups_without_signal_by_counting():
 def test_what_is_no_config(wrong):
     with pytest.raises(ConfigError):
         rln.plan(wrong)
+
+
+class Measured:
+    "A step that was measured."
+
+    step_seconds = 30.0
+    step_memory = 4.0
+
+
+def test_what_a_step_takes_stands_beside_the_plan_of_a_config_only():
+    cfg = rln.Config(prompt_groups_per_step=4, ppo_n_minibatches=2)
+    text = repr(rln.plan(cfg, rows=41, cost=Measured()))
+    assert "about 30 s and 4 GB" in text
+    assert "a pass: about 5 minutes" in text  # ten generations of two updates each
+    with pytest.raises(ConfigError, match="expected a Config"):
+        rln.plan({"num_generations": 8}, cost=Measured())

@@ -9,7 +9,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ..config.config import Config
 from ..core.types import ConfigError
@@ -48,6 +48,20 @@ def trl_slices(completions: int, every: int, accumulation: int) -> list[PlanSlic
     return slices
 
 # %% ../../nbs/experiments/06_plan.ipynb #9e10e76d
+class StepCost(Protocol):
+    "What a step takes, such as the `StepPrediction` of `predict_step`, which is made before a model is loaded."
+
+    @property
+    def step_seconds(self) -> float:
+        "All phases together."
+        ...
+
+    @property
+    def step_memory(self) -> float:  # GB
+        "At the peak."
+        ...
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     "How a config turns prompts into optimizer steps."
@@ -64,6 +78,7 @@ class Plan:
     lag: int = (
         0  # updates that a sample may be behind in addition, where rollouts are sampled meanwhile
     )
+    cost: StepCost | None = None  # of a step
 
     @property
     def updates(self) -> int:
@@ -110,6 +125,13 @@ class Plan:
             lines.append(
                 f"a pass over {self.rows} rows: {_count(self.steps_per_pass, 'optimizer step')}{left}"
             )
+        if self.cost is not None:
+            lines.append(
+                f"a step: about {self.cost.step_seconds:.2g} s and {self.cost.step_memory:.2g} GB at its peak"
+            )
+        if self.cost is not None and self.rows is not None:
+            minutes = self.rows // self.prompts * self.cost.step_seconds / 60
+            lines.append(f"a pass: about {minutes:.2g} minutes, without rewards and evaluations")
         return lines
 
     def __repr__(self) -> str:
@@ -225,7 +247,7 @@ def _plan_trl(settings: Mapping[str, Any], rows: int | None, processes: int) -> 
     return Plan(prompts, size, slices, tuple(problems), rows, steps, left)
 
 
-def _plan_ours(cfg: Config, rows: int | None) -> Plan:
+def _plan_ours(cfg: Config, rows: int | None, cost: StepCost | None) -> Plan:
     "The plan of a run of this package: a step is a generation, in `ppo_n_minibatches` updates."
     prompts = cfg.prompt_groups_per_step
     size = cfg.completions_per_prompt
@@ -235,7 +257,7 @@ def _plan_ours(cfg: Config, rows: int | None) -> Plan:
     steps = None if rows is None else rows // prompts * updates
     left = 0 if rows is None else rows % prompts
     lag = cfg.max_head_offpolicy_versions
-    return Plan(prompts, size, tuple(slices), (), rows, steps, left, lag)
+    return Plan(prompts, size, tuple(slices), (), rows, steps, left, lag, cost)
 
 # %% ../../nbs/experiments/06_plan.ipynb #7f3a0ca8
 def plan(
@@ -243,13 +265,20 @@ def plan(
     *,
     rows: int | None = None,  # of the data, prompts of one pass
     processes: int | None = None,  # of TRL's run; None = those of its config, else 1
+    cost: StepCost
+    | None = None,  # of a step of a `Config`: await rln.predict_step(cfg, prompt_tokens=...)
 ) -> Plan:
     """What a config does with its prompts, before it runs: generations, micro-batches, optimizer steps, ages, signal.
 
-    Raises `ConfigError` for a count that is none, and for something that is no config.
+    Raises `ConfigError` for a count that is none, for something that is no config, and for the cost of another trainer's step.
     """
     if isinstance(config, Config):
-        return _plan_ours(config, rows)
+        return _plan_ours(config, rows, cost)
+    if cost is not None:
+        fix = "Write the settings as a Config: predict_step measures a step of this package."
+        raise ConfigError(
+            "cost", where="plan", got=type(config).__name__, expected="a Config", fix=fix
+        )
     settings = (
         config
         if isinstance(config, Mapping)
