@@ -48,7 +48,7 @@ lab: $(STAMP) ## open JupyterLab on the tutorials
 # --- checking it ------------------------------------------------------------------------------------------------
 
 # Notebooks and tests beside each other: where one waits for a service, another computes.
-test: $(STAMP) ## set-up, then all checks: lint, imports, types, notebooks, tests; about twenty-five minutes on two cores
+test: $(STAMP) ## set-up, then all checks: lint, imports, types, notebooks, tests; ten to twenty-five minutes on two cores
 	@$(MAKE) --no-print-directory --jobs 3 lint imports types notebooks pytest
 
 lint: $(STAMP)

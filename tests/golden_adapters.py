@@ -1295,10 +1295,9 @@ NO_TRUTH = "a row whose own answer cannot be read is unscorable, not wrong"
 WHOLE_NUMBERS = (
     "gsm8k_reward reads whole numbers and other markers; the recorded rule is tagged_integer_reward"
 )
+PERCENT = "percent is a hundredth, unless the worked solution is in percent"
 TO_DO = "arithmetic that a completion leaves to do is not its result"
-UNITS = (
-    "gsm8k_reward allows a unit next to the number; math-verify, like the recorded rule, does not"
-)
+UNITS = "a word next to the number is a unit; the recorded rule takes it for a factor"
 
 
 @adapter("gsm8k_reward")
@@ -1342,11 +1341,16 @@ def boxed_reward(case: Case) -> Outcome:
         assert ours is None
         assert e["reward"] == 0
         return Outcome((NO_TRUTH,))
+    if e["reward"] == 0 and re.fullmatch(r"[\d.]+ [a-z]{3,}", e["boxed"]):
+        assert (ours, verdict) == (1, 1)
+        return Outcome((UNITS,))
     assert verdict == e["reward"]
     if ours == e["reward"]:
         return AGREED
-    assert ours == 1, "a right answer is not recognised"
-    return Outcome((UNITS,))
+    if "%" in e["boxed"]:
+        assert ours == 0
+        return Outcome((PERCENT,))
+    raise AssertionError("a right answer is not recognised, or a wrong one paid")
 
 
 @cache

@@ -43,7 +43,7 @@ def test_trainer_sampler_and_transformers_agree_over_two_steps(
 async def check_two_steps(family: str, lora: int, tmp_path: Path) -> None:
     loop = loop_for(family, lora)
     plain = model_of(f"{family}Config", HYBRID[family])
-    assert await two_steps(loop, plain) < 2e-6
+    assert await two_steps(loop, plain) < 4e-6
     record = loop.records[-1]
     assert {f.name for f in rln.xray(record).failed} <= {"completions"}  # which are all cut
     folder = await loop.export(tmp_path / "out")

@@ -301,7 +301,7 @@ def test_samples_and_reasons_add_up_and_runs_stay_whole(planned_runs, lost, smal
         ),
         (
             {"finish_reason": "banana"},
-            r"finish_reason: got 'banana'; expected \('stop', 'length', 'abort'\)",
+            r"finish_reason: got 'banana'; expected \('stop', 'length', 'abort', 'cut'\)",
         ),
         ({"reward": np.inf}, "reward: got inf; expected a finite number or None"),
         (

@@ -119,9 +119,8 @@ def gsm8k_reward(
     truths = [t for t in reference_answers(answer) if parse_number(t) is not None]
     if not truths:
         return None
-    if "%" in str(answer) or "percent" in str(
-        answer
-    ):  # a worked solution in percent ends with the bare number
+    # a worked solution in percent ends with the bare number
+    if isinstance(answer, str) and ("%" in answer or "percent" in answer):
         truths += [f"{t}%" for t in truths]
     prediction = final_answer(text)
     return float(prediction is not None and any(numeric_equal(prediction, t) for t in truths))
