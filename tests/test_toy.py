@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.task import models, toy
 from rl_notebook.core.types import BackendError, MissingExtra
 
@@ -244,3 +245,15 @@ def test_smollm2_is_a_chat_model_that_can_add():
     )
     out = model.generate(**batch, max_new_tokens=10, do_sample=False)
     assert "7" in tokenizer.decode(out[0, batch["input_ids"].shape[1] :])
+
+
+@pytest.mark.skipif(not has_smollm2(), reason="needs the extra smollm2")
+def test_smollm2_opens_with_an_adapter_and_two_threads():
+    "On some processors kernels for few rows add up in another order, by more than those for fewer tokens."
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        backend = open_local(*models.load_model("smollm2"), lora_rank=16, reference=False)
+    finally:
+        torch.set_num_threads(threads)
+    assert backend.capabilities.lora_rank == 16
