@@ -145,6 +145,7 @@ TOO_LITTLE: dict[str, Text] = {
     "an equals sign": lambda t: t.put(f"= {t.answer}"),
 }
 DENIED: dict[str, Text] = {"not": lambda t: t.put(f"not {t.answer}")}
+KINDS = {"too much": TOO_MUCH, "more": MORE, "too little": TOO_LITTLE, "denied": DENIED}
 
 # %% ../../nbs/task/04_audit.ipynb #907b1788
 # of what a right answer earns: an attack that earns as much will be learned
@@ -310,8 +311,7 @@ async def audit_rows(
         replace(t, form=(before, behind) if answer else ("", ""))
         for t, (before, answer, behind) in parts
     ]
-    kinds = {"too much": TOO_MUCH, "more": MORE, "too little": TOO_LITTLE, "denied": DENIED}
-    kind_of = {name: kind for kind, texts in kinds.items() for name in texts}
+    kind_of = {name: kind for kind, texts in KINDS.items() for name in texts}
     attacks = TOO_MUCH | MORE | TOO_LITTLE | DENIED
     paid = np.nan_to_num(await _score_attacks(attack_rows, attacks, fns, limits))
     means = dict(zip(attacks, paid.mean(axis=0).tolist(), strict=True))

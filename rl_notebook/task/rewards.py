@@ -121,7 +121,7 @@ def gsm8k_reward(
         return None
     # a worked solution in percent ends with the bare number
     if isinstance(answer, str) and ("%" in answer or "percent" in answer):
-        truths += [f"{t}%" for t in truths]
+        truths += [f"{t}%" for t in truths if parse_figure(t) is not None]
     prediction = final_answer(text)
     return float(prediction is not None and any(numeric_equal(prediction, t) for t in truths))
 
@@ -338,7 +338,7 @@ for line in sys.stdin:
 _NOT_NUMBERS = re.compile(
     rf"%|(?<![\\a-zA-Z])(?!(?:{'|'.join(MAGNITUDES)})s?\b)(?!(?<=\d)[eE][-+]?\d)[a-zA-Z]+"
 )
-# letters that may stand for a number: next to one another's figure, or at most two of them
+# letters that may be symbols instead of words: right behind a digit or a closing bracket, or one or two alone; and percent
 _SYMBOLS = re.compile(
     r"%|(?!(?<=\d)[eE][-+]?\d|(?<=\d)k\b)(?:(?<=[\d)}^_\\])[a-zA-Z]|(?<![a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z]))"
 )

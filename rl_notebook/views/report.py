@@ -606,7 +606,7 @@ def _top_html(m: Material, status: Status | None) -> str:
     return header_html(m) + where + "".join(notes)
 
 
-def _completions_html(m: Material) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def completions_section(m: Material) -> tuple[str, dict[str, Any], dict[str, Any]]:
     "The place of the completions, and what is carried for it: completions by step, tokens by address."
     records = {record.step: record for record in (*m.samples, *m.more)}
     tables = {**m.tables, **{step: r.completions_table() for step, r in records.items()}}
@@ -643,7 +643,7 @@ def _results_html(m: Material) -> str:
     return tag("h2", "Where completions were lost") + "".join(cards) if cards else ""
 
 # %% ../../nbs/views/07_report.ipynb #271aa889
-def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
+def page_parts(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
     "The body of the page, and what it carries: figures by place, completions by step, tokens by address."
     over_steps = charts_over_steps(m)
     last_step = charts_of_last_step(m)
@@ -673,7 +673,7 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
         parts += [tag("h2", "Held-out rows"), tag("p", note, kind="soft")]
         parts.append(tag("div", shown, kind="card scroll drawn"))
     parts.append(_results_html(m))
-    place, completions, tokens = _completions_html(m)
+    place, completions, tokens = completions_section(m)
     parts += [place, _settings_html(m.settings)]
     figures = {f"f{i}": c.figure for i, c in enumerate([*over_steps, *last_step])}
     return "".join(parts), {"figures": figures, "completions": completions, "tokens": tokens}
@@ -732,7 +732,7 @@ def report_html(
     "A run as one self-contained HTML page; raises RecordError for an address of a step that is not there."
     m = replace(material(source, known, show), tokenizer=tokenizer)
     m = m if title is None else replace(m, name=title)
-    return page_html(title_of(m) if title is None else title, *_sections(m, status), refresh)
+    return page_html(title_of(m) if title is None else title, *page_parts(m, status), refresh)
 
 # %% ../../nbs/views/07_report.ipynb #e042d07a
 def write_report(

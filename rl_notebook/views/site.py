@@ -22,8 +22,8 @@ from .payloads import address
 from rl_notebook.views.report import (
     Material,
     Status,
-    _completions_html,
-    _sections,
+    completions_section,
+    page_parts,
     compare,
     facts_html,
     linked,
@@ -66,7 +66,7 @@ def step_page(
         g.index for g, total in zip(record.groups, totals, strict=True) if total <= PAGE_TOKENS
     ]
     alone = replace(m, samples=(record,), more=(), tables={}, named={record.step: groups})
-    place, completions, tokens = _completions_html(alone)
+    place, completions, tokens = completions_section(alone)
     body = "".join([*parts, place])
     return page_html(
         f"{m.name}, step {record.step}", body, {"completions": completions, "tokens": tokens}
@@ -127,7 +127,7 @@ def write_run(run: Run, folder: Path, name: str) -> str:  # its card in the gall
     for old in (folder / name / "steps").glob("[0-9]*.html"):
         if old.name not in map(step_name, written):
             place_for(old).unlink()  # raises where it is no page of this package
-    page = page_html(title_of(m), *_sections(m, status), step_pages=written)
+    page = page_html(title_of(m), *page_parts(m, status), step_pages=written)
     replace_text(place_for(folder / name / "index.html"), page)
     return run_card(m, name, status, written)
 

@@ -420,7 +420,10 @@ def missing_tokens(e: Evidence, tolerance: float) -> list[int]:
     return [token for token, p in missing.items() if p > tolerance]
 
 
-def penalised(e: Evidence) -> Iterator[CauseFinding]:
+MIN_PENALISED_PLACES = 3  # where a token that was said before is less likely than the others
+
+
+def bias_or_penalty(e: Evidence) -> Iterator[CauseFinding]:
     "Tokens that stand in the text before are less likely for the sampler, beside others of the same place."
     on_repeated: list[float] = []
     on_others: list[float] = []
@@ -444,9 +447,6 @@ def penalised(e: Evidence) -> Iterator[CauseFinding]:
         lowest = min(on_repeated)
         text = f"tokens that were said before are up to {-lowest:.2g} nats less likely for the sampler, beside others of the same place"
         yield CauseFinding("bias or penalty", share, text, {"places": penalised_places})
-
-
-MIN_PENALISED_PLACES = 3
 
 
 def one_level(

@@ -30,7 +30,7 @@ from rl_notebook.insight.doctor.causes import (
     other_temperature,
     other_text,
     other_tokens,
-    penalised,
+    bias_or_penalty,
     repeated,
     sampled_otherwise,
     self_contradiction,
@@ -93,7 +93,7 @@ GAP_HYPOTHESES: list[Hypothesis] = [
     moved_rows,
     wrong_number_format,
     other_logits,
-    penalised,
+    bias_or_penalty,
     from_series,
     stale_weights,
     other_text,
@@ -411,7 +411,7 @@ async def run_sync(e: Evidence, backend: Backend, datum_indices: Sequence[int]) 
     return replace(e, controls={**e.controls, "reference": series})
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #ec2b3708
-def telling_places(e: Evidence, datum_indices: Sequence[int], places: int) -> list[int]:
+def choose_places(e: Evidence, datum_indices: Sequence[int], places: int) -> list[int]:
     "Compared positions behind different prefixes: with the largest gaps, and where the sampler was in doubt."
     prefixes = e.prefix_hashes(False)
     inside = np.isin(e.row, list(datum_indices)) & np.isfinite(e.gap)
@@ -440,32 +440,42 @@ async def run_listing(
     if most == 0 or t == 0 or not differs(e):
         return e
     params = SampleParams(n=1, max_tokens=1, temperature=t, top_logprobs=min(LISTED_TOKENS, most))
-    chosen = telling_places(e, datum_indices, places)
+    chosen = choose_places(e, datum_indices, places)
     heads = [e.datums[e.row[k]].tokens[: e.target[k] + 1] for k in chosen]
     asked = [backend.sampler.sample(h, replace(params, seed=seed)) for seed, h in enumerate(heads)]
     end = getattr(backend.tokenizer, "eos_token_id", None)
-    listed = list[
-        tuple[int, np.ndarray, np.ndarray, np.ndarray]
-    ]()  # position, prefix, tokens, logprobs
+    listings = list[Listing]()
     for k, head, [completion] in zip(chosen, heads, await asyncio.gather(*asked), strict=True):
         top = completion.top_logprobs
         if top is None or not len(top.tokens) or (top.distribution == "raw" and t != 1):
             continue
-        known = (top.tokens[0] >= 0) & np.isfinite(top.logprobs[0])
-        reported = dict(
-            zip(top.tokens[0][known].tolist(), top.logprobs[0][known].tolist(), strict=True)
-        )
+        pairs = zip(top.tokens[0].tolist(), top.logprobs[0].tolist(), strict=True)
+        reported = {token: x for token, x in pairs if token >= 0 and np.isfinite(x)}
         for token in (end, int(e.token[k])):
             if token is not None:
                 reported.setdefault(token, -np.inf)
-        listed.append((k, head, np.array([*reported]), np.array([*reported.values()])))
-    datums = [one_token_datum(head, token) for _, head, tokens, _ in listed for token in tokens]
-    scored = iter(await backend.policy.forward(datums) if datums else ())
-    listings = []
-    for k, head, tokens, reported in listed:
-        ours = np.array([next(scored).values[-1] for _ in tokens], dtype=np.float64)
-        listings.append(Listing(k, tokens, reported, ours, np.isin(tokens, head)))
-    return replace(e, listings=tuple(listings))
+        tokens = np.array([*reported])
+        unscored = np.full(len(tokens), np.nan)
+        said_before = np.isin(tokens, head)
+        listings.append(Listing(k, tokens, np.array([*reported.values()]), unscored, said_before))
+    return replace(e, listings=await score_listings(e, backend, listings))
+
+
+async def score_listings(
+    e: Evidence, backend: Backend, listings: Sequence[Listing]
+) -> tuple[Listing, ...]:
+    "The listings with what the policy says of their tokens."
+    datums = [
+        one_token_datum(e.datums[e.row[x.at]].tokens[: e.target[x.at] + 1], token)
+        for x in listings
+        for token in x.tokens
+    ]
+    if not datums:
+        return ()
+    scores = np.array([lp.values[-1] for lp in await backend.policy.forward(datums)])
+    ends = np.cumsum([len(x.tokens) for x in listings])
+    parts = np.split(scores.astype(np.float64), ends[:-1])
+    return tuple(replace(x, trainer=part) for x, part in zip(listings, parts, strict=True))
 
 
 def one_token_datum(head: np.ndarray, token: int) -> Datum:
