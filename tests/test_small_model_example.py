@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import rl_notebook as rln
@@ -124,3 +125,31 @@ def test_the_recorded_run_is_that_of_the_config_and_of_the_page():
     means = run.held_out().means().loc["rewards/exact"]
     row = f"| 0 | {means['before']:.2g} ({means['before_low']:.2f} to {means['before_high']:.2f}) | {means['after']:.3g} ("
     assert row in (FOLDER / "README.md").read_text()
+
+
+def test_the_tables_of_the_page_say_what_was_recorded():
+    runs = pd.read_csv(FOLDER / "recorded" / "runs.csv")
+    page = (FOLDER / "README.md").read_text()
+    rows = {
+        "as it stands": "nothing",
+        "16 prompts of 4 completions": "16 prompts of 4 completions, as many tokens",
+        "learning rate 2e-5": "learning rate 2e-5, a tenth",
+        "exact alone": "`exact` alone",
+    }
+    short = runs[(runs.task == "sums") & (runs.steps == 10)]
+    for changed, words in rows.items():
+        ends = short[(short.changed == changed) & (short.step == 10)].right_held_out
+        assert len(ends) == 3
+        written = page.partition(f"| {words} | ")[2].partition(" |\n")[0].split(" | ")
+        for text, end in zip(written, ends, strict=True):
+            digits = len(text.partition(".")[2])
+            assert abs(float(text) - end) <= 0.5 * 10**-digits + 1e-9, (words, text, end)
+    for task, seed in (("sums", 2), ("extraction", 1)):
+        whole = runs[(runs.task == task) & (runs.seed == seed) & (runs.steps == 30)]
+        end = whole.right_held_out.iloc[-1]
+        fives = whole.right_in_training.dropna().to_numpy().reshape(6, 5).mean(axis=1)
+        means = ", ".join(f"{mean:.2f}" for mean in fives)
+        section = page.partition(f"## `{task}`")[2]
+        row = next(line for line in section.splitlines() if line.startswith(f"| {seed} | "))
+        assert f"| {end:.3g} (" in row
+        assert row.endswith(f"| {means} |")
