@@ -242,6 +242,11 @@ FINISHED = f"""() => {{
     return panel.sessionContext.session?.kernel?.status === 'idle' && !waiting
         && (failed || cells.every(c => c.model.executionCount !== null));
 }}"""
+# A cell runs, or has run since its count was the one given.
+STARTED = f"""([i, before]) => {{
+    const model = {PANEL}.content.widgets[i].model;
+    return model.executionState === 'running' || ![null, before].includes(model.executionCount);
+}}"""
 ASK = f"""async (expression) => {{
     const kernel = {PANEL}.sessionContext.session.kernel;
     const user_expressions = {{asked: `__import__('json').dumps(${{expression}})`}};
@@ -311,13 +316,21 @@ class Notebook:
         self.wait()
 
     def start_cell(self, index: int) -> None:
-        "Select a cell and press Shift+Enter."
-        self.page.evaluate(
-            f"i => {{ const n = {PANEL}.content; n.activeCellIndex = i; n.mode = 'command'; }}",
-            index,
-        )
-        self.cell(index).locator(".jp-InputPrompt").click()
-        self.page.keyboard.press("Shift+Enter")
+        "Select a cell and press Shift+Enter; returns as soon as it runs, or has run."
+        before = self.page.evaluate(f"i => {PANEL}.content.widgets[i].model.executionCount", index)
+        for _ in range(5):  # a key is lost when a redraw takes the focus from the cell
+            self.page.evaluate(
+                f"i => {{ const n = {PANEL}.content; n.activeCellIndex = i; n.mode = 'command'; }}",
+                index,
+            )
+            self.cell(index).locator(".jp-InputPrompt").click()
+            self.page.keyboard.press("Shift+Enter")
+            try:
+                self.page.wait_for_function(STARTED, arg=[index, before], timeout=10_000)
+            except TimeoutError:
+                continue
+            return
+        raise AssertionError(f"{self.name}: Shift+Enter in cell {index} had no effect")
 
     def runs(self, index: int) -> bool:
         "Whether a cell is running, or waits for its turn."
