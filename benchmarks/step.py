@@ -4,6 +4,7 @@
     python benchmarks/step.py --setting smollm2 --json FILE
     python benchmarks/step.py --setting gsm8k --json FILE       # SmolLM2 again, with word problems for prompts
     python benchmarks/step.py --setting gsm8k --dtype bfloat16 --json FILE
+    python benchmarks/step.py --setting sums --json FILE        # the step of examples/small_model/sums.yaml
     python benchmarks/step.py --setting tiny --profile          # where our time goes
 
 TRL trains; each time it has finished a step, a callback runs one of ours. Both start from the same weights, are given
@@ -22,6 +23,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -32,6 +34,8 @@ from typing import Any
 from zlib import crc32
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 import numpy as np
 import torch
@@ -45,6 +49,7 @@ from transformers.utils import logging as transformers_logging
 
 from roofline import gemm_rate, read_rate, threads
 
+from examples.small_model import sums
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.task.data import load_rows
@@ -70,8 +75,11 @@ class Setting:
     steps: int = 20  # measured ones; one more comes before them
     learning_rate: float = 1e-6
     weight_decay: float = 0.01
-    problems: bool = False  # word problems of about 100 tokens; else sums
+    # "toy": short sums; "gsm8k": word problems of about 100 tokens; "sums": of examples/small_model
+    task: str = "toy"
     words: int = 0  # prompts of n made-up words instead
+    lora_rank: int = 0  # 0 = all weights are trained
+    batch: int = 0  # completions of one forward and backward pass; 0 = all of the step
     device: str = "cpu"
     # of ours; "bfloat16" keeps float32 masters, and TRL's side runs under autocast
     dtype: str = "float32"
@@ -81,14 +89,30 @@ class Setting:
         "Completions of one step."
         return self.prompts * self.completions
 
+    @property
+    def rows_at_once(self) -> int:
+        "Completions of one forward and backward pass."
+        return self.batch or self.rows
+
 
 SETTINGS = {
     "tiny": Setting("tiny"),
     "smollm2": Setting("smollm2", tokens=32, steps=3),
-    "gsm8k": Setting("smollm2", tokens=96, steps=3, problems=True),
+    "gsm8k": Setting("smollm2", tokens=96, steps=3, task="gsm8k"),
+    "sums": Setting(
+        "smollm2",
+        prompts=8,
+        tokens=33,  # a completion's mean length at the end of the run
+        kl_beta=0.0,
+        steps=3,
+        learning_rate=2e-4,
+        task="sums",
+        lora_rank=16,
+        batch=16,
+    ),
     "hybrid": Setting("hybrid", tokens=32, steps=3),
 }
-PROBLEMS = Path(__file__).parents[1] / "examples" / "gsm8k" / "sample.jsonl"
+PROBLEMS = ROOT / "examples" / "gsm8k" / "sample.jsonl"
 SHOWN_ONCE = """Work out the answer in one line, then give it after ####.
 
 Question: A pen costs 2 dollars. How much do 3 pens cost?
@@ -110,7 +134,9 @@ def conversations(setting: Setting) -> list[list[dict[str, str]]]:
             " ".join(f"w{i}" for i in rng.integers(10, 250, setting.words)) for _ in range(needed)
         ]
         return [[{"role": "user", "content": text}] for text in texts]
-    if setting.problems:
+    if setting.task == "sums":
+        return [row["messages"] for row in sums.rows()[:needed]]
+    if setting.task == "gsm8k":
         return [
             list(row.messages)
             for row in load_rows(PROBLEMS, max_rows=needed, system_prompt=SHOWN_ONCE)
@@ -208,11 +234,17 @@ class Ours:
     def __init__(
         self, setting: Setting, folder: str, inline: bool = False
     ):  # inline: no worker thread
-        self.model, tokenizer = load_model(folder)
+        model, tokenizer = load_model(folder)
         options: Any = {"device": setting.device, "dtype": setting.dtype}
         backend = open_local(
-            self.model, tokenizer, reference=setting.kl_beta > 0, inline=inline, **options
+            model,
+            tokenizer,
+            reference=setting.kl_beta > 0,
+            lora_rank=setting.lora_rank,
+            inline=inline,
+            **options,
         )
+        self.model = backend.policy.state.module  # with the adapter, where there is one
         # not the template's, too
         ends = frozenset() if setting.words else frozenset({tokenizer.eos_token_id})
         backend.sampler.engine.eos_token_ids = ends  # type: ignore[attr-defined]
@@ -233,7 +265,8 @@ class Ours:
             tuple(s.tokens[: s.prompt_len].tolist()) for s, *_ in (g.samples for g in record.groups)
         )
         lengths = tuple(d.num_loss_tokens for d in record.datums)
-        passes = 1 + (self.loop.backend.reference is not None)
+        batches = -(-len(lengths) // self.loop.cfg.max_samples_per_fwd_bwd)
+        passes = batches + (self.loop.backend.reference is not None)
         return Step(total, cpu, *spent, prompts, lengths, passes, size_of(self.model))
 
     def close(self) -> None:
@@ -247,6 +280,8 @@ def config_of(setting: Setting) -> Config:
         completions_per_prompt=setting.completions,
         prompt_groups_per_step=setting.prompts,
         max_completion_tokens=setting.tokens,
+        max_samples_per_fwd_bwd=setting.rows_at_once,
+        lora_rank=setting.lora_rank,
         policy_loss="ppo",
         kl_beta=setting.kl_beta,
         kl_bias_correction=setting.kl_beta > 0,
@@ -331,7 +366,8 @@ def trl_config(setting: Setting, folder: str) -> Any:
         bf16=setting.dtype == "bfloat16",  # autocast, over weights in float32
         generation_kwargs={"min_new_tokens": setting.tokens} if setting.words else None,
         gradient_checkpointing=False,  # on by default: less memory, one more forward pass
-        per_device_train_batch_size=setting.rows,
+        per_device_train_batch_size=setting.rows_at_once,
+        gradient_accumulation_steps=setting.rows // setting.rows_at_once,
         num_generations=setting.completions,
         max_completion_length=setting.tokens,
         max_steps=setting.steps + 1,
@@ -358,9 +394,14 @@ def alternate(
 ) -> tuple[list[Step], list[Step]]:
     "All steps of ours and of TRL's, in turn; the first of each is for warming up."
     from datasets import Dataset
+    from peft import LoraConfig
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOTrainer
 
+    adapter = None
+    if rank := setting.lora_rank:
+        alpha = config_of(setting).lora_alpha
+        adapter = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear")
     ours = []
     theirs = []
     watch = Stopwatch()
@@ -398,6 +439,7 @@ def alternate(
             train_dataset=Dataset.from_list(
                 [{"prompt": messages} for messages in conversations(setting)]
             ),
+            peft_config=adapter,
             callbacks=[TakeTurns()],
         )
         trainer.remove_callback(PrinterCallback)
@@ -467,6 +509,7 @@ class Work:
     prompt_tokens: int  # of the prompts of a step, each counted once per completion
     completion_tokens: int
     decode_steps: int  # passes over the weights to sample the completions, all rows together
+    trained: bool = True  # whether the weights have gradients; False with an adapter, whose own work is not counted
 
     def flops(self) -> dict[str, float]:
         "Multiplications and additions of the matrix products alone: attention and everything elementwise is free."
@@ -474,14 +517,17 @@ class Work:
             self.body * (self.prompt_tokens + self.completion_tokens)
             + self.head * self.completion_tokens
         )
-        return {"sampling": forward, "scoring": forward, "training": 3 * forward}
+        training = (3 if self.trained else 2) * forward
+        return {"sampling": forward, "scoring": forward, "training": training}
 
 
 def work_of(setting: Setting, size: ModelSize | None, steps: list[Step]) -> Work:
     "The work of the measured steps, on average."
     prompts = statistics.mean(sum(map(len, s.prompts)) for s in steps) * setting.completions
     body, head = (size.body, size.head) if size else (0, 0)
-    return Work(body, head, round(prompts), setting.rows * setting.tokens, setting.tokens)
+    completions = setting.rows * setting.tokens
+    trained = setting.lora_rank == 0
+    return Work(body, head, round(prompts), completions, setting.tokens, trained)
 
 
 @dataclass(frozen=True)

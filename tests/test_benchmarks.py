@@ -69,9 +69,13 @@ def step() -> ModuleType:
     return script("step")
 
 
-@pytest.fixture(scope="module")
-def setting(step):
-    return step.Setting("tiny", prompts=2, completions=3, tokens=6, steps=1)
+@pytest.fixture(
+    scope="module",
+    params=[{}, {"kl_beta": 0.0, "lora_rank": 4, "batch": 3, "task": "sums"}],
+    ids=["all weights", "an adapter, in two batches"],
+)
+def setting(step, request):
+    return step.Setting("tiny", prompts=2, completions=3, tokens=6, steps=1, **request.param)
 
 
 @pytest.fixture(scope="module")
