@@ -37,6 +37,7 @@ _HOMES = {
     "runs.cite": "cite",
     "runs.records": "StepRecord",
     "runs.run": "Run RunFolder",
+    "runs.search": "find",
     "runs.watch": "watch",
     "loop.loop": "GRPOLoop",
     "loop.async_loop": "AsyncGRPOLoop",
@@ -46,7 +47,7 @@ _HOMES = {
     "experiments.plan": "plan",
     "insight.xray": "measure_noise_floor xray",
     "insight.doctor.doctor": "diagnose",
-    "insight.doctor.why": "why",
+    "insight.doctor.why": "list_runs why",
     "experiments.trainers": "compare_trainers",
     "experiments.whatif": "reward_lab what_if",
     "experiments.fork": "fork",
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from .task.data import load_rows as load_rows
     from .core.datums import datums_from_groups as datums_from_groups
     from .insight.doctor.doctor import diagnose as diagnose
+    from .insight.doctor.why import list_runs as list_runs
     from .insight.doctor.why import why as why
     from .loop.loop import GRPOLoop as GRPOLoop
     from .core.losses import make_loss_fn as make_loss_fn
@@ -95,6 +97,7 @@ if TYPE_CHECKING:
     from .runs.run import Run as Run
     from .runs.run import RunFolder as RunFolder
     from .runs.records import StepRecord as StepRecord
+    from .runs.search import find as find
     from .runs.watch import watch as watch
     from .task.audit import audit_reward as audit_reward
     from .task.rewards import gsm8k_reward as gsm8k_reward

@@ -143,6 +143,8 @@ def test_runs_are_read_without_torch_transformers_and_jupyterlab(python, tmp_pat
         ["view", str(path), "--once", "--out", str(tmp_path / "page.html")] for path in folders[:4]
     ]
     commands += [["view", str(run.path), str(logs[0]), "--out", f"{tmp_path}/site/"], ["skill"]]
+    places = [str(tmp_path), str(ROOT / "tests/foreign"), str(ROOT / "tests/logs")]
+    commands += [["runs", *places], ["find", 'reward >0 and no "sorry"', *places, "--json"]]
     asked = tmp_path / "commands.json"
     asked.write_text(json.dumps(commands))
     done = subprocess.run(
@@ -154,7 +156,7 @@ def test_runs_are_read_without_torch_transformers_and_jupyterlab(python, tmp_pat
     for command, code, out, err in results:
         refused = any(word in command[1] for word in REFUSED) if len(command) > 1 else False
         allowed = {"show": {0}, "view": {0}, "cite": {0, 2} if "kl" in command[-1] else {0}, "skill": {0},
-                   "why": {0, 1}, "doctor": {0, 1, 2}}[command[0]]  # fmt: skip
+                   "runs": {0}, "find": {0}, "why": {0, 1}, "doctor": {0, 1, 2}}[command[0]]  # fmt: skip
         assert code in ({2} if refused else allowed), f"{command}: {code}\n{err}"
         assert "left out" not in err, f"{command}: {err}"
         assert "No module named" not in err + out

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -215,6 +216,13 @@ class TinkerCookbook(Reader):
                 fix="Name the folder of one run.",
             )
         return stores[0] if stores else None
+
+    @property
+    def has_capture(self) -> bool:
+        "Whether there is one capture below the folder that was named."
+        with suppress(RecordError):
+            return self._store is not None
+        return False
 
     @cached_property
     def _numbers(self) -> dict[int, list[int]]:  # of the calls of each iteration

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -210,9 +210,14 @@ SEARCH_DEPTH = 4
 
 def log_runs(folder: Path, pattern: str) -> dict[Path, list[Path]]:
     "The log files of a pattern in a folder, by the run that they are of."
-    runs = dict[Path, list[Path]]()
     files = [path for path in folder.glob(pattern) if path.is_file() and not is_of_a_run(path)]
-    for path in sorted({path.resolve(): path for path in files}.values()):
+    return group_logs({path.resolve(): path for path in files}.values())
+
+
+def group_logs(files: Iterable[Path]) -> dict[Path, list[Path]]:
+    "Log files by the run that they are of."
+    runs = dict[Path, list[Path]]()
+    for path in sorted(files):
         if path.name == "trainer_state.json" and path.parent.name.startswith("checkpoint-"):
             run = path.parent.parent
         elif "tfevents" in path.name:
@@ -226,6 +231,13 @@ def log_runs(folder: Path, pattern: str) -> dict[Path, list[Path]]:
         if paths[0].name == "trainer_state.json":  # the last has the steps of all
             paths[:] = [max(paths, key=_saved_at)]
     return runs
+
+
+def place_of_log(run: Path, paths: Sequence[Path]) -> Path:
+    "The path under which the log of a run is opened."
+    if paths[0].suffix == ".wandb":
+        return paths[0] if len(paths) == 1 else paths[0].parent
+    return run
 
 
 def is_of_a_run(path: Path) -> bool:
@@ -258,9 +270,7 @@ def find_logs(folder: Path) -> list[Path]:
 
 def _several_logs(folder: Path, runs: Mapping[Path, Sequence[Path]]) -> RecordError:
     "The error that lists the runs of a folder."
-    places = [
-        str(paths[0].parent if paths[0].suffix == ".wandb" else run) for run, paths in runs.items()
-    ]
+    places = [str(place_of_log(run, paths)) for run, paths in runs.items()]
     return RecordError(
         "log",
         where=str(folder),

@@ -868,7 +868,7 @@ def _text_bytes(values: Any) -> int:
     return _text_bytes(values.flatten()) if pa.types.is_nested(values.type) else 0
 
 
-def _check_table(data: bytes) -> None:
+def check_table(data: bytes) -> None:
     "Raise ValueError where a parquet file becomes larger than it may: packed pages, repeated numbers or texts."
     import pyarrow.parquet as pq
 
@@ -903,7 +903,7 @@ def read_table(path: Path, columns: list[str] | None = None) -> pd.DataFrame:
         path, f"a parquet table with {', '.join(columns)}" if columns else "a parquet table"
     ):
         data = read_file(path)
-        _check_table(data)
+        check_table(data)
         return pd.read_parquet(io.BytesIO(data), columns=columns)
 
 # %% ../../nbs/runs/00_records.ipynb #42049c47

@@ -10,16 +10,18 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from ...config.aliases import in_words_of_trl
 from ...core.gaps import short
-from ...core.types import RecordError
+from ...core.types import RecordError, RLNotebookError
 from rl_notebook.insight.doctor.questions import (
     CORE,
     QUESTIONS,
@@ -33,9 +35,10 @@ from rl_notebook.insight.doctor.questions import (
 from ...runs.logs import ANY_HOOK, HOOKS, MetricsLog
 from ...runs.records import StepRecord
 from ...runs.run import Run, readable
+from ...runs.search import files_of, find_runs, what_trained
 
 # %% auto #0
-__all__ = ['why']
+__all__ = ['why', 'list_runs']
 
 # %% ../../../nbs/insight/doctor/04_why.ipynb #622d07e2
 def order_of(run: RunNumbers) -> Callable[[Cause], tuple[float, float, int]]:
@@ -300,27 +303,48 @@ def numbers_of_records(records: Iterable[StepRecord], name: str = "") -> RunNumb
     return numbers_of_rows(rows, records=known, trainer="TRL" if by_trl else origin, name=name)
 
 
-def numbers_of_run(run: Run) -> RunNumbers:
-    "The numbers of a run on disk."
+def numbers_of_table(run: Run) -> RunNumbers:
+    "The numbers of a run of this package from its lines of metrics; raises RecordError for a run without a step."
+    table = run.metrics()
+    is_trained = np.asarray(table["reason"].notna() if "reason" in table else [], bool)
+    if "warm_up/loss" in table:
+        is_trained &= np.asarray(table["warm_up/loss"].isna())
+    if not is_trained.any():
+        raise RecordError("why", got="no step", expected="at least one", fix="Train a step first.")
+    table = table.iloc[int(np.argmax(is_trained)) :]
+    trainer = "TRL" if str(run.config.get("trainer", "")).startswith("trl ") else ""
+    steps = np.array(table.index)
+    return RunNumbers(steps, columns_of(table), not_finite={}, trainer=trainer, name=run.path.name)
+
+
+def columns_of(table: pd.DataFrame) -> dict[str, np.ndarray]:
+    "A table of metrics as one array a metric."
+    return {str(name): np.asarray(table[name], np.float64) for name in table if name != "reason"}
+
+
+def steps_read(run: Run) -> list[int]:
+    "The steps of a run whose records are read: the first and the last."
+    late = FOREIGN_RECORDS - EARLY_RECORDS if run.reader else LATE_RECORDS
+    return sorted({*run.steps[:EARLY_RECORDS], *run.steps[-late:]})
+
+
+def numbers_of_run(run: Run, tokens: bool = True) -> RunNumbers:
+    "The numbers of a run on disk; without tokens, of a run of this package no record is read."
     if isinstance(run.reader, MetricsLog):
         return numbers_of_log(run.reader)
-    steps = run.steps
-    early = steps[:EARLY_RECORDS]
+    if not tokens and not run.reader:
+        return numbers_of_table(run)
+    numbers = numbers_of_records(readable(run, steps_read(run)), run.path.name)
     if run.reader:
-        chosen = sorted({*early, *steps[-(FOREIGN_RECORDS - EARLY_RECORDS) :]})
-        return numbers_of_records(readable(run, chosen), run.path.name)
-    numbers = numbers_of_records(
-        readable(run, sorted({*early, *steps[-LATE_RECORDS:]})), run.path.name
-    )
+        return numbers
     table = run.metrics()
     held_out = run.held_out()
     means = held_out.means() if held_out is not None and len(held_out.completions) > 1 else None
-    table = table[table.index >= numbers.steps[0]]
-    columns = {str(name): np.asarray(table[name], np.float64) for name in table if name != "reason"}
+    table = table.loc[table.index >= numbers.steps[0]]
     return replace(
         numbers,
         steps=np.array(table.index),
-        columns=columns,
+        columns=columns_of(table),
         not_finite={},
         held_out=None
         if means is None or "reward" not in means.index
@@ -390,7 +414,9 @@ def words_of_trainer(trainer: str) -> Callable[[str], str]:
     return translate
 
 # %% ../../../nbs/insight/doctor/04_why.ipynb #4cc22b41
-def numbers_of(source: Any) -> tuple[RunNumbers, str, tuple[str, ...]]:  # numbers, hook, notes
+def numbers_of(
+    source: Any, tokens: bool = True
+) -> tuple[RunNumbers, str, tuple[str, ...]]:  # numbers, hook, notes
     "What is known of a source, what would record tokens, and what its reader notes."
     history = getattr(getattr(source, "state", None), "log_history", None)
     if history is not None:  # of a trainer of transformers
@@ -407,7 +433,7 @@ def numbers_of(source: Any) -> tuple[RunNumbers, str, tuple[str, ...]]:  # numbe
         source = Run.open(source)
     if isinstance(source, Run):
         hook = source.reader.hook if isinstance(source.reader, MetricsLog) else ""
-        return numbers_of_run(source), hook, source.notes
+        return numbers_of_run(source, tokens), hook, source.notes
     if isinstance(source, StepRecord):
         return numbers_of_records([source]), "", ()
     records = getattr(source, "records", source)
@@ -430,7 +456,7 @@ def why(
 
     Raises RecordError for what is no run, no log and no record.
     """
-    run, hook, notes = numbers_of(source)
+    run, hook, notes = numbers_of(source, tokens)
     if not tokens:
         run = replace(run, records=(), held_out=None)
     causes = ask_numbers(run)
@@ -468,3 +494,48 @@ def _doubted(faults: Sequence[Cause], causes: Sequence[Cause], first: int) -> li
         replace(c, certainty="likely") if c.certainty == "sure" and is_doubtful(c) else c
         for c in faults
     ]
+
+# %% ../../../nbs/insight/doctor/04_why.ipynb #909a44ef
+MAX_READ = 2**26  # bytes of the steps of another trainer's run
+
+
+def brief(result: Why) -> str:
+    "A verdict in a few words."
+    if result.faults:
+        step = result.faults[0].step
+        return f"✗ {result.faults[0].heading}" + ("" if step is None else f", since step {step}")
+    return "✓ the reward rises" if result.run.rises else "– no fault was found"
+
+
+def row_of(path: Path, run: Run | RLNotebookError) -> dict[str, Any]:
+    "One run as a row of the table."
+    row = {"run": str(path), "what": "", "steps": 0, "before": math.nan, "reward": math.nan}
+    if isinstance(run, RLNotebookError):
+        return row | {"verdict": f"not read: {run.what}"}
+    try:
+        row |= {"what": what_trained(run), "steps": len(run.steps)}
+        files = files_of(run.reader, steps_read(run)) if run.reader else []
+        size = sum(file.stat().st_size for file in files)
+        if size > MAX_READ:
+            return row | {"verdict": f"not read, {size / 2**20:,.0f} MB: why {path}"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a damaged step is left out
+            result = why(run, tokens=False)
+    except RLNotebookError as error:
+        return row | {"verdict": f"not read: {error.what}"}
+    rewards = result.run.finite("reward")[1]
+    before, now, _ = result.run.change("reward")
+    if math.isnan(now) and len(rewards):
+        now = float(rewards[-1])
+    return row | {"before": before, "reward": now, "verdict": brief(result)}
+
+# %% ../../../nbs/insight/doctor/04_why.ipynb #dcd7b4bb
+def list_runs(
+    *folders: str | os.PathLike[str],  # none = the current one
+) -> pd.DataFrame:  # a row per run: run, what, steps, before, reward, verdict
+    """Every run below folders, the newest first, with its reward at first (`before`) and now, and a verdict from its numbers.
+
+    Raises `RecordError` for a folder that is not there; a run that cannot be read says why in its row.
+    """
+    columns = ["run", "what", "steps", "before", "reward", "verdict"]
+    return pd.DataFrame([row_of(*item) for item in find_runs(*folders).items()], columns=columns)
