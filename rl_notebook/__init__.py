@@ -59,6 +59,7 @@ _HOMES = {
     "views.report": "compare write_report",
     "recipes.rl_loop": "main train",
     "recipes.predict": "predict_step",
+    "recipes.race": "Race race",
 }
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ if TYPE_CHECKING:
     from .recipes.rl_loop import main as main
     from .recipes.rl_loop import train as train
     from .recipes.predict import predict_step as predict_step
+    from .recipes.race import Race as Race
+    from .recipes.race import race as race
     from .runs.cite import cite as cite
     from .runs.run import Run as Run
     from .runs.run import RunFolder as RunFolder

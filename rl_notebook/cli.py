@@ -496,6 +496,25 @@ def compare_runs(runs: Sequence[Path], out: Path, in_browser: bool) -> int:  # e
     return 0
 
 # %% ../nbs/00_cli.ipynb #4cccf8c6
+def is_race(folder: Path) -> bool:
+    "Whether a folder holds the runs of a race."
+    return (folder / "race.json").is_file()
+
+
+def view_race(folder: Path, out: str | None, in_browser: bool) -> int:  # exit code
+    "Write the page of a race, and print its text."
+    from rl_notebook.recipes.race import Race
+    from rl_notebook.views.report import write_report
+
+    finished = Race.open(folder)
+    page = write_report(finished, out or folder / "race.html")
+    print(page, flush=True)
+    print(plain_text(finished), file=sys.stderr)
+    if in_browser:
+        webbrowser.open(page.resolve().as_uri())
+    return 0
+
+
 def is_site(out: str | None) -> bool:
     "Whether `--out` names a folder of pages: it ends in a slash, is a folder, or has no suffix."
     return out is not None and (
@@ -523,7 +542,10 @@ def view_parser() -> CommandParser:
         description="Write the page of a run folder, and follow a run that is running.",
     )
     parser.add_argument(
-        "run", type=Path, nargs="+", help="run folder; several are compared on one page"
+        "run",
+        type=Path,
+        nargs="+",
+        help="run folder; several are compared on one page; or the folder of a race",
     )
     parser.add_argument(
         "--out",
@@ -567,6 +589,8 @@ def run_view(args: Sequence[str]) -> int:  # exit code
         options.idle_timeout = options.patience
     if is_site(options.out):
         return write_gallery(options.run, Path(options.out), options.open)
+    if is_race(options.run[0]):
+        return view_race(options.run[0], options.out, options.open)
     if len(options.run) > 1:
         out = Path(options.out or "comparison.html")
         return compare_runs(options.run, out, options.open)
@@ -1233,6 +1257,15 @@ def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     return json.loads(table.to_json(orient="records") or "[]")
 
 
+def describe_race(folder: Path) -> tuple[dict[str, Any], str]:  # data, text
+    "What a race came to."
+    from rl_notebook.recipes.race import Race
+
+    finished = Race.open(folder)
+    data = {"race": str(folder), "steps": finished.taken, "decided": finished.decided}
+    return data | {"variants": _rows(finished.table)}, repr(finished)
+
+
 def describe_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str]:  # data, text
     "Verdict and metrics of every step, or of the last ones, and what changed lately; as text of 200 by default."
     from rl_notebook.runs.records import StepRecord
@@ -1452,7 +1485,7 @@ def run_show(args: Sequence[str]) -> int:  # exit code
     parser = CommandParser(
         prog="rl-notebook show", description="Print a run, a step or a completion as text or JSON."
     )
-    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("run", type=Path, help="run folder, or that of a race")
     parser.add_argument("number", nargs="?", type=int, metavar="step", help="short for --step")
     parser.add_argument(
         "--step",
@@ -1484,6 +1517,10 @@ def run_show(args: Sequence[str]) -> int:  # exit code
     options = parser.parse_args(args)
     from rl_notebook.runs.run import Run
 
+    if is_race(options.run):
+        data, text = describe_race(options.run)
+        print_plain(json.dumps(data, default=str) if options.json else text)
+        return 0
     run = Run.open(options.run)
     step = options.number if options.step is None else options.step
     numbers = {"--step": step, "--group": options.group, "--sample": options.sample}

@@ -15,7 +15,8 @@ import numpy as np
 from .types import RewardError, quoted
 
 # %% auto #0
-__all__ = ['RANGE_SEEN', 'Interval', 'clopper_pearson', 'betting', 'mean_interval', 'difference_interval']
+__all__ = ['RANGE_SEEN', 'Interval', 'clopper_pearson', 'betting', 'mean_interval', 'difference_interval', 'student',
+           'look_levels', 'detection_power']
 
 # %% ../../nbs/core/17_intervals.ipynb #b3b2f9fa
 # of an interval by betting whose bounds are the smallest and the largest reward of all that were seen
@@ -28,13 +29,15 @@ class Interval:
 
     low: float
     high: float
-    method: str = ""  # "Clopper-Pearson", "betting", RANGE_SEEN or "bootstrap"; "" = known exactly
+    method: str = (
+        ""  # "Clopper-Pearson", "betting", "Student", RANGE_SEEN or "bootstrap"; "" = known exactly
+    )
     level: float = 0.95  # confidence
 
     @property
     def is_guaranteed(self) -> bool:
         "Whether the confidence is at least `level` for every distribution and number of samples."
-        return self.method not in (RANGE_SEEN, "bootstrap")
+        return self.method not in (RANGE_SEEN, "bootstrap", "Student")
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
@@ -137,12 +140,24 @@ RESAMPLES = 2000
 
 
 def student_quantile(level: float, freedom: int) -> float:
-    "How many standard errors reach to each side of a mean, by the Cornish-Fisher expansion of Student's t."
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
+    """How many standard errors reach to each side of a mean of normal values, with n - 1 degrees of freedom.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4."""
+    odd = freedom % 2
+
+    def probability(share: float) -> float:
+        "Of Student's t being within sqrt(freedom) * tan(angle), for an angle that is a share of a right one."
+        angle = share * math.pi / 2
+        term = math.cos(angle) if odd else 1.0
+        total = 0.0
+        for k in range(odd, freedom - 1, 2):
+            total += term
+            term *= math.cos(angle) ** 2 * (k + 1) / (k + 2)
+        inside = math.sin(angle) * total
+        return (angle + inside) * 2 / math.pi if odd else inside
+
+    angle = find_root(lambda share: probability(share) - level) * math.pi / 2
+    return math.sqrt(freedom) * math.tan(angle)
 
 
 def bootstrap(values: Sequence[float] | np.ndarray, level: float = 0.95) -> Interval:
@@ -196,3 +211,33 @@ def difference_interval(
         return bootstrap(first - second, level)
     low, high = bounds
     return betting(first - second, (low - high, high - low), level)
+
+# %% ../../nbs/core/17_intervals.ipynb #8ac7c3e0
+def student(values: Sequence[float] | np.ndarray, level: float = 0.95) -> Interval:
+    "The mean of values that are about normal; NaN below two values, and where all are equal."
+    array = finite_array(values)
+    if np.ptp(array) == 0:
+        return Interval(math.nan, math.nan, "Student", level)
+    half = student_quantile(level, len(array) - 1) * array.std(ddof=1) / math.sqrt(len(array))
+    return Interval(array.mean() - half, array.mean() + half, "Student", level)
+
+# %% ../../nbs/core/17_intervals.ipynb #bb8ed99a
+def look_levels(looks: int, level: float = 0.95) -> np.ndarray:  # (looks,)
+    "The confidence of the interval of each look, with which all of them hold together at `level`."
+    shares = np.diff(np.linspace(0, 1, looks) ** 3) / 2
+    return 1 - (1 - level) * np.append(shares, 1 - shares.sum())
+
+# %% ../../nbs/core/17_intervals.ipynb #df12f8e7
+def detection_power(
+    std: float,  # of values of a pilot
+    freedom: int,  # of them: their number less 1
+    difference: float,  # true mean, above 0
+    n: int,  # values, at least two
+    level: float = 0.95,
+) -> float:
+    "The probability that `student` of n values is above 0, averaged over the standard deviations that the pilot leaves open."
+    rng = np.random.default_rng(0)
+    stds = std * np.sqrt(freedom / rng.chisquare(freedom, RESAMPLES * 10))
+    means = difference + stds * rng.standard_normal(len(stds)) / math.sqrt(n)
+    errors = stds * np.sqrt(rng.chisquare(n - 1, len(stds)) / (n - 1) / n)
+    return float((means > student_quantile(level, n - 1) * errors).mean())

@@ -315,6 +315,8 @@ class Loop:
         self.sampling: list[Prompt] = []  # prompts whose completions are in flight
         # of rows that are in flight while the loop does something else
         self.producer: Producer[ScoredGroup] | None = None
+        # of what it takes part in, such as a race; a dashboard shows them
+        self.extra_charts: list[Any] = []
 
     @property
     def cursor(self) -> Cursor:

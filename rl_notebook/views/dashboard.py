@@ -658,7 +658,8 @@ def show_charts(dashboard: Dashboard) -> None:
         for name, payload in d.payloads(names, start=d.screen.rows.value or 0).items()
     ]
     d.screen.charts.draw(
-        *(with_step_title(c, d.after if record is d.partial else "") for c in shown)
+        *d.loop.extra_charts,
+        *(with_step_title(c, d.after if record is d.partial else "") for c in shown),
     )
 
 # %% ../../nbs/views/04_dashboard.ipynb #076888ca
@@ -836,7 +837,8 @@ def still_html(dashboard: Dashboard) -> str:
     payloads = d.payloads((*chart_names(d.history), "functions"), STILL_POINTS)
     column_style = "flex:1 1 400px;max-width:660px;min-width:0"
     after = d.after if record is d.partial else ""
-    images = [with_step_title(c, after).static_html() for c in charts(payloads).values()]
+    shown = [with_step_title(c, after) for c in charts(payloads).values()]
+    images = [c.static_html() for c in (*d.loop.extra_charts, *shown)]
     pictures = "".join(f'<div style="{column_style}">{picture}</div>' for picture in images)
     pictures = f'<div style="display:flex;flex-wrap:wrap;gap:12px">{pictures}</div>'
     rows = completions_table(record, COLUMNS)["rows"]

@@ -67,7 +67,7 @@ from rl_notebook.views.payloads import (
 from ..insight.xray import invariants, sentence
 
 # %% auto #0
-__all__ = ['write_report', 'place_for', 'run_status', 'follow', 'compare']
+__all__ = ['figures_html', 'write_report', 'place_for', 'run_status', 'follow', 'compare']
 
 # %% ../../nbs/views/07_report.ipynb #fda093a1
 if TYPE_CHECKING:  # these load the loop, which only a page with saved results needs
@@ -565,7 +565,7 @@ def packed_plotly() -> str:
     return packed(plotly_script())
 
 # %% ../../nbs/views/07_report.ipynb #177a64a7
-def _figures_html(shown: Sequence[Chart], start: int, over_steps: bool = False) -> str:
+def figures_html(shown: Sequence[Chart], start: int, over_steps: bool = False) -> str:
     "Charts next to each other; the places of the figures are f0, f1, …; those over the steps are marked."
     cards = []
     for i, c in enumerate(shown, start):
@@ -657,14 +657,14 @@ def page_parts(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]
     )
     items = [tag("li", html.escape(f"{n} × {reason}")) for reason, n in idle.items()]
     if over_steps:
-        parts += [_figures_html(over_steps, 0, over_steps=True)]
+        parts += [figures_html(over_steps, 0, over_steps=True)]
     if items and over_steps:
         parts += [tag("p", "Steps that trained nothing:") + tag("ul", *items)]
     parts.append(
         _sentences_html("The last steps, in words", ((n, linked(text, n)) for n, text in m.recent))
     )
     if last_step:
-        parts += [tag("h2", "The last step"), _figures_html(last_step, len(over_steps))]
+        parts += [tag("h2", "The last step"), figures_html(last_step, len(over_steps))]
     if m.samples and m.samples[-1].groups:
         parts.append(tag("div", rewards_html(m.samples[-1].groups), kind="card scroll drawn"))
     if m.held_out is not None and len(m.held_out.completions) > 1:
@@ -992,7 +992,7 @@ class Comparison:
         ]
         figures = {f"f{i}": c.figure for i, c in enumerate(shown)}
         return page_html(
-            names, "".join([*head, _figures_html(shown, 0, over_steps=True)]), {"figures": figures}
+            names, "".join([*head, figures_html(shown, 0, over_steps=True)]), {"figures": figures}
         )
 
     def __repr__(self) -> str:
