@@ -50,16 +50,24 @@ class Side:
     right: list[float] = field(default_factory=list)  # share of right completions in each step
 
     @property
+    def steps_to_target(self) -> int | None:
+        "The first step at which it and the steps before it reach the target on average; None before that."
+        for step in range(WINDOW, len(self.right) + 1):
+            if float(np.mean(self.right[step - WINDOW : step])) >= self.target:
+                return step
+        return None
+
+    @property
     def there(self) -> bool:
-        "Whether the last steps have reached the target."
-        return len(self.right) >= WINDOW and float(np.mean(self.right[-WINDOW:])) >= self.target
+        "Whether the target has been reached; later steps may fall below it again."
+        return self.steps_to_target is not None
 
     def result(self) -> dict[str, Any]:
         "For the JSON."
         return {
             "reached": self.there,
-            "steps": len(self.right),
-            "seconds": sum(self.seconds),
+            "steps": self.steps_to_target or len(self.right),
+            "seconds": sum(self.seconds[: self.steps_to_target]),
             "seconds_a_step": float(np.median(self.seconds)),
             "right": self.right,
         }

@@ -94,6 +94,16 @@ def test_both_sides_do_the_same_work(step, setting, steps):
         assert min(s.sampling, s.scoring, s.training) > 0
 
 
+# --- learn.py ----------------------------------------------------------------------------------------------------
+
+
+def test_a_side_is_there_from_the_step_that_reached_the_target(step):
+    side = script("learn").Side(0.5, seconds=[1.0] * 6, right=[0.3, 0.6, 0.6, 0.6, 0.1, 0.1])
+    assert side.there
+    assert side.result()["steps"] == 3
+    assert side.result()["seconds"] == 3.0
+
+
 # --- prefixes.py -------------------------------------------------------------------------------------------------
 
 
