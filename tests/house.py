@@ -341,7 +341,7 @@ def numbers_only_go_down(house: House) -> list[str]:
 
     Examples on the pages of insight and of the loop use the whole loop, which is on a later page, and those of the
     contract of a backend use the local backend. The loop's methods
-    `serve`, `to_config` and `to_script` hand it to a higher folder when they are called."""
+    `serve`, `to_config`, `to_script` and `to_trainer` hand it to a higher folder when they are called."""
 
     def is_allowed(cell, module):
         uses_loop = cell.where.startswith(("insight/", "loop/")) and module.startswith("loop.")
@@ -356,7 +356,11 @@ def numbers_only_go_down(house: House) -> list[str]:
     ]
 
 
-HANDED_TO = ("agents.serve", "recipes.script")  # modules that methods of the loop call
+HANDED_TO = (
+    "agents.serve",
+    "recipes.script",
+    "recipes.to_trainer",
+)  # modules that methods of the loop call
 
 
 @rule

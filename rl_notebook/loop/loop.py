@@ -1131,3 +1131,16 @@ class GRPOLoop(Loop):
         from rl_notebook.recipes.script import loop_script
 
         return loop_script(self, path)
+
+    def to_trainer(
+        self,
+        trainer: str,  # "trl"
+        path: str | os.PathLike[str],  # of the folder
+        processes: int = 1,  # on which it will run
+    ) -> Any:
+        """Write the experiment as files that another trainer runs, with `DIFFERENCES.md` beside them.
+
+        Raises `ConfigError` for functions that cannot be written, and for a rollout function."""
+        from rl_notebook.recipes.to_trainer import loop_to_trainer
+
+        return loop_to_trainer(self, trainer, path, processes)
