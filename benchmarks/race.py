@@ -107,11 +107,19 @@ def share_of_answers(
     return {kind: answers.count(kind) / races for kind in kinds}
 
 
-def stated_and_found(curves: Curves, pilot: int, seeds: int, races: int) -> dict[str, Any]:
-    "The power that pilots state for the true difference, and the share of races on other seeds that find it."
-    first, other = curves["reward"]["slower"], curves["reward"]["grpo"]
+def with_difference(first: np.ndarray, other: np.ndarray, difference: float) -> np.ndarray:
+    "The other curves, their mean difference to the first replaced by one that grows to this and stays for the last five steps."
+    ramp = np.minimum(np.arange(STEPS) / (STEPS - 5), 1)
+    return other + (first - other).mean(0) + difference * ramp
+
+
+def stated_and_found(
+    curves: Curves, variant: str, difference: float, pilot: int, seeds: int, races: int
+) -> dict[str, Any]:
+    "The power that pilots state for a true difference, and the share of races on other seeds that find it."
+    first = curves["reward"][variant]
+    other = with_difference(first, curves["reward"]["grpo"], difference)
     differences = recent_means(other, 5)[:, -1] - recent_means(first, 5)[:, -1]
-    true = float(differences.mean())
     rng = np.random.default_rng(1)
     stated, found = [], []
     for _ in range(races):
@@ -120,13 +128,14 @@ def stated_and_found(curves: Curves, pilot: int, seeds: int, races: int) -> dict
         tried = Race({"a": first[rest], "b": other[rest]}, tuple(range(seeds)), STEPS)
         found.append(tried.results[0].answer == "better")
         std = differences[sample].std(ddof=1)
-        stated.append(detection_power(std, pilot - 1, true, seeds, tried.levels[-1]))
+        stated.append(detection_power(std, pilot - 1, difference, seeds, tried.levels[-1]))
     return {
+        "pair": f"{variant}, grpo",
+        "difference": difference,
         "pilot": pilot,
         "seeds": seeds,
-        "true difference": true,
-        "stated": float(np.mean(stated)),
-        "found": float(np.mean(found)),
+        "stated": round(float(np.mean(stated)), 3),
+        "found": round(float(np.mean(found)), 3),
         "pilots within 10 points": float(np.mean(np.abs(np.array(stated) - np.mean(found)) <= 0.1)),
     }
 
@@ -151,8 +160,10 @@ def figures(curves: Curves, races: int) -> dict[str, Any]:
         for paired in (True, False)
     }
     powers = [
-        stated_and_found(curves, pilot, seeds, races)
-        for pilot, seeds in ((4, 4), (4, 8), (8, 4), (8, 8), (8, 12), (8, 16))
+        stated_and_found(curves, variant, difference, pilot, seeds, races)
+        for variant in ("dr_grpo", "slower")
+        for difference in (0.04, 0.08, 0.12)
+        for pilot, seeds in ((4, 4), (8, 4), (8, 8))
         if pilot + seeds <= len(rewards["grpo"])
     ]
     ratios = variance_ratios({m: curves[m] for m in curves}, steps)

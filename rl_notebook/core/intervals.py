@@ -214,9 +214,9 @@ def difference_interval(
 
 # %% ../../nbs/core/17_intervals.ipynb #8ac7c3e0
 def student(values: Sequence[float] | np.ndarray, level: float = 0.95) -> Interval:
-    "The mean of values that are about normal; NaN below two values, and where all are equal."
+    "The mean of values that are about normal; NaN below two values, and where all are equal but for rounding."
     array = finite_array(values)
-    if np.ptp(array) == 0:
+    if np.ptp(array) <= 1e-9 * np.abs(array).max():
         return Interval(math.nan, math.nan, "Student", level)
     half = student_quantile(level, len(array) - 1) * array.std(ddof=1) / math.sqrt(len(array))
     return Interval(array.mean() - half, array.mean() + half, "Student", level)
