@@ -24,6 +24,8 @@ from rl_notebook.core.types import (
     Datum,
     Logprobs,
     LossOutput,
+    PromptGroup,
+    RolloutSample,
     SampleParams,
     quoted,
 )
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
     from rl_notebook.backends.work import ModelSize, Work
 
 # %% auto #0
-__all__ = ['LossFn', 'PartialCompletion', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'SyncReport',
-           'Capabilities', 'Backend', 'with_teacher']
+__all__ = ['LossFn', 'TeacherPrompt', 'PartialCompletion', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync',
+           'SyncReport', 'Capabilities', 'Backend', 'with_teacher', 'teacher_scorer']
 
 # %% ../../nbs/backends/02_base.ipynb #1598f3a6
 LossFn: TypeAlias = (
@@ -347,8 +349,25 @@ class Backend:
             await close()
 
 # %% ../../nbs/backends/02_base.ipynb #162166f1
-def with_teacher(backend: Backend, teacher: Backend) -> Backend:
-    "The backend with another's policy as its reference, for `teacher_coeff`; it closes both. Raises `ConfigError`."
+# (row, sample, group) to the messages or the text of the teacher's prompt; None = the policy's own prompt
+TeacherPrompt: TypeAlias = "Callable[[Mapping[str, Any], RolloutSample, PromptGroup], Sequence[Mapping[str, Any]] | str | None]"
+
+
+def with_teacher(
+    backend: Backend,
+    teacher: Backend | None = None,  # None = its own reference, else the policy as it is
+    prompt: TeacherPrompt | None = None,  # what the teacher reads in place of the prompt
+) -> Backend:
+    "The backend with a teacher as its reference, for `teacher_coeff`; it closes both. Raises `ConfigError`."
+    if teacher is None:
+        if prompt is None:
+            fix = "Pass another backend, or a prompt with more in it: prompt=lambda row, sample, group: [...]."
+            raise ConfigError("teacher", got="the policy with its own prompt", fix=fix)
+        return replace(
+            backend,
+            reference=teacher_scorer(backend.reference or backend.policy, prompt),
+            score_at=None,
+        )
     ours, theirs = (one.tokenizer.get_vocab() for one in (backend, teacher))
     if other := sorted({*ours.items()} ^ {*theirs.items()}):
         got = f"{len(other)} tokens that one of them has, such as {other[0]}"
@@ -370,5 +389,14 @@ def with_teacher(backend: Backend, teacher: Backend) -> Backend:
         for one in (backend, teacher):
             await one.__aexit__()
 
-    reference_scorer: Any = SimpleNamespace(forward=teacher.policy.forward, is_teacher=True)
-    return replace(backend, reference=reference_scorer, close=close, score_at=None)
+    return replace(
+        backend, reference=teacher_scorer(teacher.policy, prompt), close=close, score_at=None
+    )
+
+
+def teacher_scorer(scorer: Scorer, prompt: TeacherPrompt | None) -> Any:
+    "A scorer that a loop knows as a teacher; `likeliest` of it is None where it names no tokens but the targets."
+    likeliest = getattr(scorer, "likeliest", None)
+    return SimpleNamespace(
+        forward=scorer.forward, likeliest=likeliest, prompt=prompt, is_teacher=True
+    )

@@ -243,7 +243,7 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {  # setting -> the backends that look at
     "base_url": ("openai", "tinker", "fireworks"),
     "served_model": ("openai",),
     "tokenizer_model": ("tinker",),
-    "teacher": ("local", "tinker"),
+    **dict.fromkeys(("teacher", "teacher_prompt"), ("local", "tinker")),
 }
 
 

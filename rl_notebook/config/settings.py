@@ -204,6 +204,9 @@ class LossSettings(LossParams):
     kl_beta: NotNegative = 0.001  # weight of the KL term to the reference; 0 = no reference needed
     # a model in the reference's place, for `teacher_coeff`; a name as for `base_model`
     teacher: RunConstant[Text | None] = None
+    # "module:function" from (row, sample, group) to the teacher's prompt; without `teacher` it is for
+    # the policy as it was opened
+    teacher_prompt: RunConstant[Text | None] = None
     kl_metric: AtReference[Bool] = False  # measure the KL even when `kl_beta` is 0
     # entropy in nats to which `entropy_coeff` adapts; None = `entropy_coeff` is fixed
     entropy_target: Float | None = None
@@ -447,6 +450,10 @@ def not_default(c: Any, *names: str) -> list[str]:
 
 def correction_rules(c: Any) -> Iterator[str]:
     "Correction, KL and division that would do nothing, or happen twice."
+    if c.teacher_prompt is not None and not c.teacher_coeff:
+        yield "teacher_prompt: there is no teacher at teacher_coeff=0. Set teacher_coeff or leave it out"
+    if c.teacher_prompt is not None and not IMPORT_PATH.fullmatch(c.teacher_prompt):
+        yield f"teacher_prompt: got {quoted(c.teacher_prompt)}; expected 'module:function'"
     for name in not_default(c, "tis_cap", "tis_floor") if c.tis == "off" else ():
         yield f"{name}: the correction is off. Set tis='token' or leave it out"
     if not_default(c, "kl_estimator") and c.kl_beta == 0 and not c.kl_metric:

@@ -23,6 +23,7 @@ from rl_notebook.core.validation import (
     Positive,
     PositiveShare,
     Share,
+    Whole,
     check_filled_text,
     nearest,
 )
@@ -58,8 +59,14 @@ class LossParams:
     # "module:function"
     policy_loss: LossName = "grpo"
     kl_beta: NotNegative = 0.0  # weight of the KL term to the reference; 0 = no reference needed
-    # weight of (teacher logprob - sampler logprob) in a token's advantage; 0 = no teacher
+    # weight of (teacher logprob - sampler logprob) in a token's advantage, or, with `teacher_top`,
+    # of the divergence from the teacher in the loss; 0 = no teacher
     teacher_coeff: NotNegative = 0.0
+    # likeliest tokens of the teacher at each place that the divergence tells apart; 0 = no divergence
+    teacher_top: Whole = 0
+    # 0: KL(teacher, policy); 1: KL(policy, teacher); between them the generalized Jensen-Shannon
+    # divergence, as GKD's beta
+    teacher_alpha: Share = 0.0
     # weight of the reward in a token's advantage, next to `teacher_coeff`; 0 = the teacher alone
     reward_coeff: NotNegative = 1.0
     kl_estimator: KLEstimator = "k3"  # per-token estimate of the KL, always with gradient
@@ -206,6 +213,18 @@ def _without_companion(o: LossParams) -> Iterator[LossError]:
             yield LossError(
                 name, got=getattr(o, name), expected="a correction with it: tis='token', say"
             )
+    if o.teacher_top and not o.teacher_coeff:
+        fix = "Set teacher_coeff=1, say, or leave it out."
+        expected = "0 without teacher_coeff, which weighs the divergence"
+        yield LossError("teacher_top", got=o.teacher_top, expected=expected, fix=fix)
+    if o.teacher_alpha and not o.teacher_top:
+        fix = "Set teacher_top, such as 20, or leave it out."
+        expected = "0 without teacher_top: of sampled tokens alone, no divergence is known"
+        yield LossError("teacher_alpha", got=o.teacher_alpha, expected=expected, fix=fix)
+    for name in ("keep_sampling_mask", "score_centering"):
+        if o.teacher_top and getattr(o, name):
+            fix = "Leave one of the two out: the policy is scored on the teacher's likeliest tokens or the sampler's."
+            yield LossError(name, got=True, expected="False with teacher_top", fix=fix)
     if o.score_centering and loss != "grpo":
         fix = "Leave it out or set policy_loss='grpo'."
         expected = f"False: policy_loss={loss!r} is no score times a weight"

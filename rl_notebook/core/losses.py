@@ -55,8 +55,10 @@ class ActiveTokens:
     group: Tensor | None = None  # (S,) long, which prompt each sample answers
     # (T, k) the sampler's likeliest tokens: what it gave them, -inf where a token has fewer
     top_sampler_logprobs: Tensor | None = None
-    # (T, k) and what the policy gives them, with its gradient
+    # (T, k) and what the policy gives them, with its gradient; or those of the teacher
     top_policy_logprobs: Tensor | None = None
+    # (T, k) a teacher's likeliest tokens: what it gave them, -inf where a token has fewer
+    top_ref_logprobs: Tensor | None = None
 
     def sum_per_sample(self, x: Tensor) -> Tensor:  # (S,)
         "Sum of a (T,) series over the active tokens of each sample."
@@ -370,7 +372,8 @@ class LossOptions(LossParams):
     def needs_sampler(self) -> bool:
         "Whether the sampler's logprobs enter the loss."
         corrected = self.tis != "off" or self.anchor == "rollout" or self.policy_loss == "reinforce"
-        return corrected or self.teacher_coeff > 0 or self.requires_series("sampler_logprobs")
+        taught = self.teacher_coeff > 0 and not self.teacher_top
+        return corrected or taught or self.requires_series("sampler_logprobs")
 
     @property
     def needs_ref(self) -> bool:
@@ -388,12 +391,19 @@ class LossOptions(LossParams):
 
     @property
     def needs_top(self) -> bool:
-        "Whether the policy's logprobs of the sampler's likeliest tokens enter the loss."
+        "Whether the policy's logprobs of likeliest tokens, of the sampler or the teacher, enter the loss."
+        asked = self.requires_series("top_policy_logprobs")
+        return bool(self.teacher_top) or self.needs_sampler_top or asked
+
+    @property
+    def needs_sampler_top(self) -> bool:
+        "Whether the sampler's likeliest tokens enter the loss."
+        asked = self.requires_series("top_policy_logprobs") and not self.teacher_top
         return (
             self.keep_sampling_mask
             or self.score_centering
-            or self.requires_series("top_policy_logprobs")
             or self.requires_series("top_sampler_logprobs")
+            or asked
         )
 
     def requires_series(self, series: str) -> bool:
@@ -523,6 +533,38 @@ def mean_score(tokens: ActiveTokens, options: LossOptions) -> Tensor:  # (T,)
         share = share - tail * limited_weight(1 / tail, options) * policy
     return (torch.where(known, share, 0.0) * head).sum(-1)
 
+# %% ../../nbs/core/09_losses.ipynb #08ccb42f
+NO_MASS = (
+    -1e4
+)  # logprob of a token without probability: finite, so that its gradient is 0 and not NaN
+
+
+def with_tail(logprobs: Tensor, known: Tensor) -> Tensor:  # (T, k + 1)
+    "Logprobs (T, k) of the `known` tokens, and that of all others together."
+    head = torch.where(known, logprobs, NO_MASS)
+    # below 0, as rounding may make it, there is a tail
+    log_mass = torch.logsumexp(head, -1, keepdim=True).clamp(max=-1e-7)
+    return torch.cat([head, torch.log(-torch.expm1(log_mass))], -1)
+
+
+def teacher_divergence(tokens: ActiveTokens, options: LossOptions) -> Tensor:  # (T,)
+    """Divergence of the policy from the teacher, over the teacher's likeliest tokens and the rest as one.
+
+    Sources: GKD (arXiv:2306.13649); the tail as in SDPO (arXiv:2601.20802)."""
+    assert tokens.top_policy_logprobs is not None and tokens.top_ref_logprobs is not None
+    known = torch.isfinite(tokens.top_ref_logprobs)
+    teacher = with_tail(tokens.top_ref_logprobs, known)
+    policy = with_tail(tokens.top_policy_logprobs, known)
+    alpha = options.teacher_alpha
+    if alpha == 0:
+        return (teacher.exp() * (teacher - policy)).sum(-1)
+    if alpha == 1:
+        return (policy.exp() * (policy - teacher)).sum(-1)
+    mixed = torch.logaddexp(teacher + math.log(alpha), policy + math.log1p(-alpha))
+    from_teacher = teacher.exp() * (teacher - mixed)
+    from_policy = policy.exp() * (policy - mixed)
+    return (alpha * from_teacher + (1 - alpha) * from_policy).sum(-1)
+
 # %% ../../nbs/core/09_losses.ipynb #8b06b292
 def natural_denominator(lengths: Sequence[int], groups: Sequence[int], aggregation: str) -> float:
     "What a sum over tokens is divided by: active tokens, prompts, samples, or 1; of S lengths and prompts."
@@ -570,7 +612,7 @@ MIN_KEPT_MASS = 0.999  # of the sampler's distribution, that recorded tokens hav
 
 def _top_of(datums: Sequence[Datum], options: LossOptions) -> np.ndarray | None:
     "(T, k) sampler logprobs of its likeliest tokens at active positions, -inf where there are fewer; None if not needed."
-    if not options.needs_top:
+    if not options.needs_sampler_top:
         return None
     width = max((d.top_logprobs.tokens.shape[1] for d in datums if d.top_logprobs), default=0)
     parts = []
@@ -601,6 +643,24 @@ def _top_of(datums: Sequence[Datum], options: LossOptions) -> np.ndarray | None:
         if options.keep_sampling_mask:
             _check_kept(d, wide)
         parts.append(wide[d.active])
+    return np.concatenate(parts)
+
+
+def _teacher_top(datums: Sequence[Datum]) -> np.ndarray:
+    "(T, k) logprobs of a teacher's likeliest tokens at active positions; raises `LossError` where there are none."
+    parts = []
+    for d in datums:
+        top = d.ref_top_logprobs
+        if top is None or not top.sampled[d.active].all():
+            fix = "A loop with teacher_top brings them, from a local teacher."
+            raise LossError(
+                "ref_top_logprobs",
+                where=d.where,
+                got="none",
+                expected="the teacher's likeliest tokens at every trained token",
+                fix=fix,
+            )
+        parts.append(top.logprobs[d.active[top.sampled]])
     return np.concatenate(parts)
 
 
@@ -662,6 +722,7 @@ class SideData:
             "sampler_logprobs": _flat(datums, "sampler_logprobs", options.needs_sampler),
             "ref_logprobs": _flat(datums, "ref_logprobs", options.needs_ref),
             "top_sampler_logprobs": _top_of(datums, options),
+            "top_ref_logprobs": _teacher_top(datums) if options.teacher_top else None,
         }
         weighted_by_old = options.tis != "off" and options.tis_anchor == "old"
         known_old = self.arrays["old_logprobs"] is not None and not by_rollout
@@ -678,7 +739,7 @@ class SideData:
             [np.broadcast_to(d.advantage, d.weights.shape)[d.active] for d in datums]
         )
         by_teacher = 0.0
-        if options.teacher_coeff:
+        if options.teacher_coeff and not options.teacher_top:
             by_teacher = self.arrays["ref_logprobs"] - self.arrays["sampler_logprobs"]
         self.arrays["advantages"] = (
             options.reward_coeff * by_reward + options.teacher_coeff * by_teacher
@@ -718,12 +779,12 @@ class SideData:
         return torch.cat(known)
 
     def with_top(self, top: Sequence[Tensor] | None) -> Tensor:  # (T, k)
-        "The policy's logprobs of the sampler's likeliest tokens at active positions; raises `LossError` where not known."
+        "The policy's logprobs of the sampler's or teacher's likeliest tokens at active positions; raises `LossError` where not known."
         if not top:
-            fix = "Leave keep_sampling_mask and score_centering out, or train with a backend that computes them: 'local'."
+            fix = "Leave keep_sampling_mask, score_centering and teacher_top out, or train with a backend that computes them: 'local'."
             expected = "one per token and place"
             raise LossError(
-                "policy logprobs of the sampler's likeliest tokens",
+                "policy logprobs of likeliest tokens",
                 got="none",
                 expected=expected,
                 fix=fix,
@@ -996,7 +1057,7 @@ def loss_terms(tokens: ActiveTokens, options: LossOptions) -> tuple[Tensor, Tens
 LossFn = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]
 # a loss with this mark takes (N-1,) entropies as well, as third argument
 READS_ENTROPY = "reads_entropy"
-# a loss with this mark takes (N-1, k) logprobs of the sampler's likeliest tokens, as `top_policy_logprobs`
+# a loss with this mark takes (N-1, k) logprobs of the sampler's or teacher's likeliest tokens, as `top_policy_logprobs`
 READS_TOP = "reads_top"
 
 
@@ -1006,7 +1067,7 @@ def reads_entropy(loss_fn: Callable[..., Any]) -> bool:
 
 
 def reads_top(loss_fn: Callable[..., Any]) -> bool:
-    "Whether a loss is called with the policy's logprobs of the sampler's likeliest tokens as well."
+    "Whether a loss is called with the policy's logprobs of the sampler's or teacher's likeliest tokens as well."
     return bool(getattr(loss_fn, READS_TOP, False))
 
 # %% ../../nbs/core/09_losses.ipynb #167550a5
@@ -1041,7 +1102,10 @@ def make_loss_fn(
         )
         surrogate, kl = loss_terms(tokens, chosen)
         bonus = 0.0 if tokens.entropy is None else chosen.entropy_coeff * tokens.entropy
-        loss = aggregate(surrogate + kl - bonus, tokens, chosen, denominator)
+        taught = 0.0
+        if chosen.teacher_top:
+            taught = chosen.teacher_coeff * teacher_divergence(tokens, chosen)
+        loss = aggregate(surrogate + kl - bonus + taught, tokens, chosen, denominator)
         return loss, {"loss": loss.item(), **loss_metrics(tokens, chosen, denominator)}
 
     setattr(loss_fn, READS_ENTROPY, chosen.needs_entropy)
@@ -1069,6 +1133,10 @@ def loss_metrics(
     if tokens.ref_logprobs is not None:
         for k, name in (("k1", "kl/k1"), ("k3", "kl/k3"), (options.kl_estimator, "kl")):
             out[name] = KL_ESTIMATORS[k](whole.policy_logprobs, tokens.ref_logprobs).mean().item()
+    if options.teacher_top:
+        assert tokens.top_ref_logprobs is not None
+        out["teacher/divergence"] = teacher_divergence(whole, options).mean().item()
+        out["teacher/top_mass"] = tokens.top_ref_logprobs.exp().sum(-1).mean().item()
     if tokens.sampler_logprobs is not None:
         out |= _sampler_metrics(leaf, options)
     if isinstance(kept, Tensor):

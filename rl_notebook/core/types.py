@@ -398,8 +398,10 @@ class Logprobs:
     dtype: str = "float32"  # precision of the forward pass
     # nats, of the distribution at each place, shaped as `values`; None = not known
     entropy: np.ndarray | None = None
-    # (len(values), k) of the sampler's likeliest tokens at each place, see `Datum.top_logprobs`
+    # (len(values), k) of the tokens of `top_tokens` at each place, else of those that the datum names
     top: np.ndarray | None = field(default=None, repr=False)
+    # (len(values), k) ids that a teacher found likeliest at each place; None = it was not asked
+    top_tokens: np.ndarray | None = field(default=None, repr=False)
 
     def __post_init__(self):
         _freeze(self, values=np.float64, entropy=np.float64)
@@ -759,6 +761,8 @@ class Datum:
     routing: tuple[str, ...] | None = None
     # (N-1,) likeliest tokens of the sampler; None = not recorded
     top_logprobs: TopLogprobs | None = field(default=None, repr=False)
+    # (N-1,) likeliest tokens of a teacher at trained tokens; None = it was not asked
+    ref_top_logprobs: TopLogprobs | None = field(default=None, repr=False)
 
     def __post_init__(self):
         _freeze(
@@ -835,6 +839,7 @@ def _check_datum(datum: Datum) -> None:
             )
     _check_routing(datum.routing, len(datum.tokens) - 1, datum.where)
     _check_top(datum.top_logprobs, len(datum.tokens) - 1, datum.where)
+    _check_top(datum.ref_top_logprobs, len(datum.tokens) - 1, datum.where)
 
 # %% ../../nbs/core/00_types.ipynb #f2b58656
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from rl_notebook.loop.phases import (
     have_tokens,
     list_training,
     other_sources,
+    score_reference,
     sources_of,
     step_options,
 )
@@ -52,7 +53,6 @@ from rl_notebook.loop.step import (
     list_groups,
     list_prompts,
     list_rollouts,
-    score_datums,
     score_group,
 )
 
@@ -443,7 +443,7 @@ async def replay_reference(loop: Loop, record: StepRecord) -> PhaseComparison:
     passes = [chunk for update in updates_of(record) for chunk in update]
     # scored in one call where they were trained in one
     for chunk in passes if loop.overlaps else [record.datums]:
-        ref_logprobs += await score_datums(loop.backend.reference, chunk, "ref", cache)
+        ref_logprobs += await score_reference(chunk, record.groups, loop.backend, loop.cfg, cache)
     theirs = [np.zeros(0) if series is None else series for series in recorded]
     pairs = zip(record.datums, ref_logprobs, theirs, strict=True)
     return compare(

@@ -229,7 +229,7 @@ def policy_words(
     )
     if not n.any():
         return True, "every target is masked"
-    taught = o.get("teacher_coeff", 0.0) > 0
+    taught = o.get("teacher_coeff", 0.0) > 0 and not o.get("teacher_top")
     if o.get("policy_loss") != "kl_cov" and not (
         taught or any(np.any(d.advantage) for d in record.datums)
     ):
@@ -272,15 +272,21 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
     entropy = m.get("entropy/exact", 0.0)
     pull = o.get("kl_beta", 0.0) * kl
     bonus = o.get("entropy_coeff", 0.0) * entropy
+    divergence = m.get("teacher/divergence", 0.0)
+    taught = o.get("teacher_coeff", 0.0) * divergence
     nothing, words = policy_words(
-        record, value - pull + bonus, moved_since_sampling(record, previous)
+        record, value - pull - taught + bonus, moved_since_sampling(record, previous)
     )
-    value, words = (
-        (0.0, f" because {words}") if nothing and not (pull or bonus) else (value, f": {words}")
-    )
+    if nothing and not (pull or bonus or taught):
+        value = 0.0
+        words = f" because {words}"
+    else:
+        words = f": {words}"
     if pull:
         words += f"; the KL term is kl_beta {o['kl_beta']:g} at {short(kl)} nats per token"
-    if o.get("teacher_coeff"):
+    if o.get("teacher_top"):
+        words += f"; the teacher's term is teacher_coeff {o['teacher_coeff']:g} at {short(divergence)} nats per token"
+    elif o.get("teacher_coeff"):
         words += f"; advantages have teacher less sampler at {o['teacher_coeff']:g}"
     if bonus:
         words += f"; the entropy bonus takes off {o['entropy_coeff']:g} at {short(entropy)} nats per token"
@@ -781,18 +787,18 @@ def mask_fault(
     if (leak := np.flatnonzero(d.active & ~sampled)).size:
         return (
             "a token that the policy did not sample is in the loss",
-            f"weight 1 at target {leak[0]}",
+            f"weight 1 at token {leak[0] + 1}",
             "weight 0",
         )
     if (gap := np.flatnonzero(sampled & ~d.active)).size and d.num_loss_tokens:
-        return "a sampled token is not in the loss", f"weight 0 at target {gap[0]}", "weight 1"
+        return "a sampled token is not in the loss", f"weight 0 at token {gap[0] + 1}", "weight 1"
     if (
         dlogprob is not None
         and (masked := np.flatnonzero((np.asarray(dlogprob) != 0) & ~d.active)).size
     ):
         return (
             "a masked token has a gradient",
-            f"{dlogprob[masked[0]]:g} at target {masked[0]}",
+            f"{dlogprob[masked[0]]:g} at token {masked[0] + 1}",
             "0",
         )
     return "", "", ""

@@ -315,13 +315,9 @@ class GRPOLoop(Loop):
         if nothing := skip_if_empty(self.state, "reference"):
             return nothing
         with self.timed("reference"):
+            groups = self.state.values["advantages"]
             datums, scored = await attach_logprobs(
-                datums,
-                self.backend,
-                self.cfg.loss,
-                self.cfg.ppo_n_minibatches,
-                self.state.cache,
-                policy,
+                datums, groups, self.backend, self.cfg, self.state.cache, policy
             )
         return self.state.put("reference", list_datums(datums, self.backend.tokenizer, scored))
 
@@ -788,8 +784,8 @@ class GRPOLoop(Loop):
     async def _add_gradient(self, groups: Sequence[PromptGroup]) -> LossReport:
         "One backward pass over groups, added to the gradient; it divides by nothing."
         datums = self.group_datums(self.compute_advantages(groups))
-        reference = self.backend.reference
-        datums = await attach_reference(datums, reference, self.cfg.loss, self.state.cache)
+        cache = self.state.cache
+        datums = await attach_reference(datums, groups, self.backend, self.cfg, cache)
         output = await compute_gradient(
             datums, self.backend, self.cfg.loss, self.state, self.make_loss, denominator=1.0
         )

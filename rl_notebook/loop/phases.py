@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +20,8 @@ import numpy as np
 __all__ = []
 
 # %% ../../nbs/loop/07_phases.ipynb #dd8aa3c2
-from ..backends.base import Backend, Scorer
+from ..backends.base import Backend, TeacherPrompt
+from ..config.config import Config
 from rl_notebook.config.settings import (
     LossSettings,
     SamplingSettings,
@@ -44,6 +46,7 @@ from rl_notebook.core.types import (
     PromptGroup,
     RewardError,
     RolloutSample,
+    TopLogprobs,
 )
 from .groups import Gate, Producer, RowQueue
 from .rollouts import minibatch_slices
@@ -70,7 +73,16 @@ from rl_notebook.loop.step import (
 )
 from ..runs.records import StepRecord
 from ..task.chat import encode_target
-from ..task.data import Cursor, Prompt, Rollouts, Row, graded_rows
+from rl_notebook.task.data import (
+    PROMPT_COLUMNS,
+    TOKEN_COLUMNS,
+    Cursor,
+    Prompt,
+    Rollouts,
+    Row,
+    graded_rows,
+    make_row,
+)
 from ..task.rewards import Limits, as_reward_fns, blocking
 
 # %% ../../nbs/loop/07_phases.ipynb #09a93b38
@@ -227,27 +239,108 @@ def skip_if_empty(state: StepState, phase: str) -> PhaseMetrics | None:
     return state.put(phase, PhaseMetrics(f"{phase} skipped: {datums.headline}", {}))
 
 # %% ../../nbs/loop/07_phases.ipynb #fe67c45e
-async def attach_reference(
-    datums: Sequence[Datum], reference: Scorer | None, loss: LossSettings, cache: ScoreCache
+def teacher_datums(
+    datums: Sequence[Datum],
+    groups: Sequence[PromptGroup],
+    prompt: TeacherPrompt,
+    backend: Backend,
+    task: TaskSettings,
 ) -> list[Datum]:
-    "Datums with the reference's logprobs, where the loss or a metric needs them."
-    needed = loss.needs_reference or loss.teacher_coeff > 0
-    if reference is None or not needed:
+    "What a teacher reads: each completion behind the prompt that is asked for; raises `DataError` for what is no prompt."
+    by_index = {g.index: g for g in groups}
+    read = []
+    for d in datums:
+        group = by_index[d.group]
+        sample = group.samples[d.sample]
+        asked = prompt(group.row, sample, group)
+        if asked is None:
+            read.append(d)
+            continue
+        own = {k: v for k, v in group.row.items() if k not in (*TOKEN_COLUMNS, *PROMPT_COLUMNS)}
+        form = {"prompt" if isinstance(asked, str) else "messages": asked}
+        where = f"teacher_prompt of {d.where}"
+        row = make_row(own | form, where=where, system_prompt=task.system_prompt)
+        [encoded] = encode_for([row], backend, task)
+        start = min(sample.prompt_len, len(d.tokens))
+        tokens = np.concatenate([encoded.tokens, d.tokens[start:]])
+        weights = np.concatenate([np.zeros(len(encoded.tokens) - 1), d.weights[start - 1 :]])
+        read.append(Datum(tokens, weights, group=d.group, sample=d.sample, key=d.key))
+    return read
+
+
+def moved_to(datum: Datum, read: Datum, scored: Logprobs) -> Logprobs:
+    "Logprobs of what a teacher read, in the coordinates of the datum, whose completion it ends with."
+    if read is datum:
+        return scored
+    shift = len(datum.weights) - len(read.weights)
+
+    def moved(series: np.ndarray, missing: float) -> np.ndarray:
+        new = np.full((max(shift, 0), *series.shape[1:]), missing, series.dtype)
+        values = np.concatenate([new, series[max(-shift, 0) :]])
+        values[~datum.active] = missing
+        return values
+
+    top = None if scored.top is None else moved(scored.top, math.nan)
+    ids = None if scored.top_tokens is None else moved(scored.top_tokens, -1)
+    return replace(
+        scored, values=moved(scored.values, math.nan), entropy=None, top=top, top_tokens=ids
+    )
+
+
+async def score_reference(
+    datums: Sequence[Datum],
+    groups: Sequence[PromptGroup],  # that they are of
+    backend: Backend,
+    cfg: Config,
+    cache: ScoreCache,
+) -> list[Logprobs]:
+    "What the backend's reference, or teacher, says of datums, in their coordinates."
+    reference: Any = backend.reference
+    prompt = getattr(reference, "prompt", None)
+    read = datums if prompt is None else teacher_datums(datums, groups, prompt, backend, cfg.task)
+    count = cfg.teacher_top
+    name = f"ref, {count} likeliest" if count else "ref"
+    scorer = reference
+    if count:
+        scorer = SimpleNamespace(forward=partial(reference.likeliest, count=count))
+    scored = await score_datums(scorer, read, name, cache)
+    return [moved_to(d, r, s) for d, r, s in zip(datums, read, scored, strict=True)]
+
+
+async def attach_reference(
+    datums: Sequence[Datum],
+    groups: Sequence[PromptGroup],  # that they are of
+    backend: Backend,
+    cfg: Config,
+    cache: ScoreCache,
+) -> list[Datum]:
+    "Datums with the logprobs of the reference, or teacher, where the loss or a metric needs them."
+    needed = cfg.needs_reference or cfg.teacher_coeff > 0
+    if backend.reference is None or not needed:
         return list(datums)
-    return attach(datums, "ref_logprobs", await score_datums(reference, datums, "ref", cache))
+    scored = await score_reference(datums, groups, backend, cfg, cache)
+    attached = attach(datums, "ref_logprobs", scored)
+    if not cfg.teacher_top:
+        return attached
+    with_top = []
+    for d, s in zip(attached, scored, strict=True):
+        assert s.top is not None and s.top_tokens is not None
+        top = TopLogprobs(s.top_tokens[d.active], s.top[d.active], d.active, "raw")
+        with_top.append(replace(d, ref_top_logprobs=top))
+    return with_top
 
 
 async def attach_logprobs(
     datums: Sequence[Datum],
+    groups: Sequence[PromptGroup],  # that they are of
     backend: Backend,
-    loss: LossSettings,
-    updates: int,  # a batch
+    cfg: Config,
     cache: ScoreCache,
     policy: bool,  # whether the policy is scored, too
 ) -> tuple[list[Datum], list[Logprobs] | None]:  # the datums, and the policy's logprobs of them
     "Datums with the logprobs that the loss needs; with several updates a batch, those of the policy before the first."
-    attached = await attach_reference(datums, backend.reference, loss, cache)
-    several = updates > 1
+    attached = await attach_reference(datums, groups, backend, cfg, cache)
+    several = cfg.ppo_n_minibatches > 1
     if not (policy or several):
         return attached, None
     scored = await score_datums(backend.policy, attached, "policy", cache)
@@ -481,6 +574,8 @@ def sources_of(
         used |= {f"reward {fn.name}": fn.function for fn in as_reward_fns(loop.task.reward_fns)}
     used |= {f"advantage_fn {name(fn)}": fn for fn in [loop.advantage_fn] if fn is not None}
     used |= {f"make_loss {name(fn)}": fn for fn in [loop.make_loss] if fn is not None}
+    prompt = getattr(loop.backend.reference, "prompt", None)
+    used |= {f"teacher_prompt {name(fn)}": fn for fn in [prompt] if fn is not None}
     if "make_loss" not in options and options["policy_loss"] in POLICY_LOSSES:
         used[f"policy_loss {options['policy_loss']}"] = POLICY_LOSSES[options["policy_loss"]][0]
     return {what: digest for what, fn in used.items() if (digest := source_hash(fn))}

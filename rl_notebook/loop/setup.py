@@ -103,7 +103,7 @@ def as_task(grader: Any, signal: SignalSettings, setup: RolloutSetup) -> Task:
 def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, str]]:
     "(setting, value, what is expected, fix) for every setting that backend and loop could not honour together."
     can = backend.capabilities
-    reference = backend.reference
+    reference: Any = backend.reference
     sizes = [getattr(scorer, "vocab_size", None) for scorer in (backend.policy, reference)]
     is_taught = getattr(reference, "is_teacher", False)
     needs_entropy = bool(cfg.entropy_coeff or cfg.entropy_target)
@@ -122,6 +122,9 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
          f"{can.top_logprobs} at most", f"{can.name} reports no more of the likeliest tokens."),
         ("keep_sampling_mask", cfg.keep_sampling_mask and not can.scores_top, True, "False", no_top),
         ("score_centering", cfg.score_centering and not can.scores_top, True, "False", no_top),
+        ("teacher_top", cfg.teacher_top and not can.scores_top, cfg.teacher_top, "0", no_top),
+        ("teacher_top", cfg.teacher_top and is_taught and not reference.likeliest, cfg.teacher_top,
+         "0", "This teacher scores the sampled tokens alone: take a local one."),
         ("top_entropy_quantile", cfg.top_entropy_quantile < 1 and not can.entropy, cfg.top_entropy_quantile,
          "1", no_entropy),
         ("entropy_coeff", needs_entropy and not can.entropy, cfg.entropy_coeff,
@@ -132,7 +135,7 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
          f"{can.load_in_8bit}, as the backend was opened", "Set it in both places, or in neither."),
         ("teacher_coeff", is_taught != (cfg.teacher_coeff > 0), cfg.teacher_coeff,
          "above 0 with a teacher" if is_taught else "0 without a teacher",
-         "Set teacher in the config of open_backend, or pass with_teacher(backend, another)."),
+         "Set teacher or teacher_prompt in the config of open_backend, or pass with_teacher(backend, another)."),
         ("kl_beta", cfg.needs_reference and reference is None, cfg.kl_beta,
          "0 without a reference", "Set kl_beta=0, or open a backend that has a reference."),
         ("advantage_scale", cfg.min_samples_per_fwd_bwd is not None and cfg.advantage_scale in BATCH_SCALES,
@@ -179,6 +182,8 @@ def check_backend_fits(cfg: Config, backend: Backend, rows: Any = ()) -> None:
         raise ConfigError(
             what, where=f"backend {backend.capabilities.name}", got=got, expected=expected, fix=fix
         )
+    if (prompt := getattr(backend.reference, "prompt", None)) is not None:
+        check_takes("teacher_prompt", prompt, ("row", "sample", "group"))
 
 
 def check_recipe(recipe: str, recipes: Sequence[str], loop: str) -> None:

@@ -35,6 +35,7 @@ from rl_notebook.core.types import (
     print_plain,
 )
 from ..core.findings import Finding, Findings
+from ..core.imports import named_function
 from ..core.trust import check_trusted
 from ..core.retries import AdaptiveLimit, Retries
 from ..task.models import load_model, model_source
@@ -43,6 +44,11 @@ from ..task.models import load_model, model_source
 __all__ = ['open_backend', 'check_backend', 'DeploymentSampler', 'build_deployment_sampler']
 
 # %% ../../nbs/recipes/00_open.ipynb #f3f137bd
+def needs_own_reference(cfg: Config) -> bool:
+    "Whether a frozen policy is in the reference's place, or teaches with a prompt of its own."
+    return cfg.teacher is None and (cfg.needs_reference or cfg.teacher_prompt is not None)
+
+
 def local_options(cfg: Config) -> dict[str, Any]:
     "What a config says about training in this process, as keywords of `open_local`."
     return {
@@ -50,7 +56,7 @@ def local_options(cfg: Config) -> dict[str, Any]:
         "lora_alpha": cfg.lora_alpha,
         "dtype": cfg.dtype,
         "device": None if cfg.device == "auto" else cfg.device,
-        "reference": cfg.teacher is None and cfg.needs_reference,
+        "reference": needs_own_reference(cfg),
         "temperature": cfg.temperature,
         "seed": cfg.seed,
     }
@@ -99,7 +105,7 @@ def tinker_options(cfg: Config) -> dict[str, Any]:
         "base_model": cfg.base_model,
         "lora_rank": cfg.lora_rank,
         "tokenizer": cfg.tokenizer_model,
-        "reference": cfg.teacher is None and cfg.needs_reference,
+        "reference": needs_own_reference(cfg),
         "seed": cfg.seed,
     }
 
@@ -151,10 +157,17 @@ async def open_backend(
             expected="'error'",
             fix=fix,
         )
+    prompt = cfg.teacher_prompt and named_function(
+        cfg.teacher_prompt, "teacher_prompt", ConfigError
+    )
     if cfg.teacher is None:
-        return await OPENERS[cfg.backend](cfg, say, **options)
+        backend = await OPENERS[cfg.backend](cfg, say, **options)
+        return with_teacher(backend, prompt=prompt) if prompt else backend
     off = {
         "teacher": None,
+        "teacher_prompt": None,
+        "teacher_top": 0,
+        "teacher_alpha": 0.0,
         "teacher_coeff": 0.0,
         "kl_beta": 0.0,
         "kl_metric": False,
@@ -164,7 +177,8 @@ async def open_backend(
     async with AsyncExitStack() as stack:
         policy = await stack.enter_async_context(await OPENERS[cfg.backend](cfg, say))
         other = await open_backend(replace(cfg, base_model=cfg.teacher, **off), say)
-        both = with_teacher(policy, await stack.enter_async_context(other))
+        teacher = await stack.enter_async_context(other)
+        both = with_teacher(policy, teacher, prompt or None)
         stack.pop_all()
     return both
 

@@ -446,7 +446,7 @@ def _group_json(group: PromptGroup) -> dict[str, Any]:
 def _loss_json(loss: LossOutput) -> dict[str, Any]:
     "A loss output without its arrays; each logprob series keeps its provenance."
     provenance = [
-        _plain_fields(lp, ("values", "entropy", "top"), f"logprobs {i}")
+        _plain_fields(lp, ("values", "entropy", "top", "top_tokens"), f"logprobs {i}")
         for i, lp in enumerate(loss.logprobs)
     ]
     return _plain_fields(loss, ("logprobs", "dlogprobs"), "loss") | {"logprobs": provenance}
@@ -470,7 +470,7 @@ def record_json(record: StepRecord) -> dict[str, Any]:
     parts = {
         "groups": [_group_json(g) for g in record.groups],
         "datums": [
-            _plain_fields(d, (*DATUM_ARRAYS, "top_logprobs"), d.where)
+            _plain_fields(d, (*DATUM_ARRAYS, "top_logprobs", "ref_top_logprobs"), d.where)
             | {"per_token_advantage": isinstance(d.advantage, np.ndarray)}
             for d in record.datums
         ],
@@ -497,6 +497,10 @@ def record_arrays(record: StepRecord) -> dict[str, np.ndarray]:
         entropies = [lp.entropy for lp in record.loss.logprobs]
         if any(h is not None for h in entropies):
             arrays |= ragged("policy_entropy", entropies)
+    taught = [d.ref_top_logprobs for d in record.datums if d.ref_top_logprobs is not None]
+    if taught:  # every datum has them, a row at each trained token
+        arrays["ref_top_tokens"] = np.concatenate([top.tokens for top in taught])
+        arrays["ref_top_logprobs"] = np.concatenate([top.logprobs for top in taught])
     return arrays
 
 # %% ../../nbs/runs/00_records.ipynb #b26ade88
@@ -599,6 +603,25 @@ def _groups(
     return groups
 
 # %% ../../nbs/runs/00_records.ipynb #1edc6b0f
+def _teacher_top(
+    arrays: Mapping[str, np.ndarray], weights: Sequence[np.ndarray]
+) -> list[TopLogprobs | None]:
+    "The teacher's likeliest tokens of datums with these weights; None where there was no such teacher."
+    if "ref_top_tokens" not in arrays:
+        return [None] * len(weights)
+    trained = [w > 0.5 for w in weights]
+    ends = np.cumsum([int(t.sum()) for t in trained], dtype=np.int64)
+    tokens = arrays["ref_top_tokens"]
+    logprobs = arrays["ref_top_logprobs"]
+    if len(tokens) != ends[-1]:
+        expected = f"{ends[-1]}, one per trained token"
+        raise RecordError("ref_top_tokens", got=f"{len(tokens)} rows", expected=expected)
+    return [
+        TopLogprobs(tokens[end - t.sum() : end], logprobs[end - t.sum() : end], t, "raw")
+        for t, end in zip(trained, ends, strict=True)
+    ]
+
+
 def _datums(
     plain: Sequence[Mapping[str, Any]],
     arrays: Mapping[str, np.ndarray],
@@ -609,6 +632,7 @@ def _datums(
     columns = {name: unragged(name, arrays) for name in DATUM_ARRAYS}
     if len(plain) != (count := len(columns["tokens"])):
         raise RecordError("datums", got=len(plain), expected=f"{count}, as there are arrays")
+    teacher_top = _teacher_top(arrays, [w for w in columns["weights"] if w is not None])
     datums = []
     for i, d in enumerate(plain):
         others = decode(d)
@@ -618,6 +642,7 @@ def _datums(
         top = known_top.get((others["group"], others["sample"]))
         if top is not None:
             series["top_logprobs"] = top.part(1, len(series["tokens"]))
+        series["ref_top_logprobs"] = teacher_top[i]
         datums.append(Datum(**others, **series))
     return datums
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ..base import LossFn, Meter
 from .engine import check_tokens, plan_batches
-from .model import CausalModel, padded
+from .model import CausalModel, logits_of, padded
 from .prefixes import PrefixTree, plan_trees, prefix_tree, reading, sent
 from .routing import Routers, read_notes, replaying
 from ..work import Work, pass_work, synchronize
-from ...core.types import BackendError, Datum, Logprobs, LossError
+from ...core.types import BackendError, Datum, Logprobs, LossError, TopLogprobs
 
 # %% auto #0
 __all__ = []
@@ -173,19 +173,12 @@ class Scoring:
         )
         return replaying(self.routers, sent(chosen, self.causal.device).flatten(0, 1))
 
-    def forward(
-        self, batch: Batch, entropy: bool = False, with_entropy_grad: bool = False, top: int = 0
-    ) -> tuple[Tensor, Tensor | None]:
-        """(M,) logprobs of all scored positions, datum after datum, and entropies, `with_entropy_grad` with a gradient.
-
-        With `top`, (M, 1 + top): after each target that many of the sampler's likeliest tokens, id 0 where there are fewer.
-        """
+    def features(self, batch: Batch) -> tuple[Tensor, np.ndarray]:
+        "Features of what a batch reads, (F, D), and at which of them its M scored positions are, datum after datum."
         causal = self.causal
         datums = batch.datums
         tree = batch.tree
         scored = [self.scored(d) for d in datums]
-        ids = [_with_top(d, top) if top else d.target_tokens for d in datums]
-        targets = np.concatenate([i[s] for i, s in zip(ids, scored, strict=True)])
         width = max(len(s) for s in scored)
         place = np.arange(len(datums) * width).reshape(-1, width) if tree is None else tree.place
         where = np.concatenate([at[: len(s)][s] for at, s in zip(place, scored, strict=True)])
@@ -197,6 +190,37 @@ class Scoring:
             else:
                 features = causal.features(tree.ids, tree.positions)[0]
         self.meter.datums_scored += len(datums)
+        return features, where
+
+    def likeliest(self, batch: Batch, count: int) -> Tensor:  # (M, 1 + 2 count)
+        "Logprobs of all scored positions' targets, then of the likeliest tokens of each, then the ids of these."
+        causal = self.causal
+        targets = np.concatenate([d.target_tokens[self.scored(d)] for d in batch.datums])
+        features, where = self.features(batch)
+        at, ids = (sent(x, causal.device) for x in (where, targets))
+        parts = []
+        for rows, asked in zip(at.split(256), ids.split(256), strict=True):
+            logits = logits_of(features[rows], causal.head) / self.temperature
+            logprobs = logits.log_softmax(-1)
+            best = logprobs.topk(min(count, logprobs.shape[-1]))
+            of_targets = logprobs.gather(-1, asked[:, None])
+            parts.append(torch.cat([of_targets, best.values, best.indices.to(logprobs)], -1))
+        return torch.cat(parts)
+
+    def forward(
+        self, batch: Batch, entropy: bool = False, with_entropy_grad: bool = False, top: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """(M,) logprobs of all scored positions, datum after datum, and entropies, `with_entropy_grad` with a gradient.
+
+        With `top`, (M, 1 + top): after each target that many of the teacher's or sampler's likeliest tokens, id 0 where there are fewer.
+        """
+        causal = self.causal
+        tree = batch.tree
+        ids = [_with_top(d, top) if top else d.target_tokens for d in batch.datums]
+        targets = np.concatenate(
+            [i[self.scored(d)] for i, d in zip(ids, batch.datums, strict=True)]
+        )
+        features, where = self.features(batch)
         options = (self.temperature, entropy, with_entropy_grad)
         if tree is None or top:
             at, ids = (sent(x, causal.device) for x in (where, targets))
@@ -214,18 +238,23 @@ class Scoring:
 
 # %% ../../../nbs/backends/local/06_scoring.ipynb #2a757cf9
 def _with_top(datum: Datum, top: int) -> np.ndarray:  # (N-1, 1 + top)
-    "The target and the sampler's likeliest tokens at each position, id 0 where there are fewer."
+    "The target and the likeliest tokens of teacher or sampler at each position, id 0 where there are fewer."
     ids = np.zeros((len(datum.weights), 1 + top), dtype=np.int64)
     ids[:, 0] = datum.target_tokens
-    if datum.top_logprobs is not None:
-        likeliest = datum.top_logprobs.tokens
-        ids[datum.top_logprobs.sampled, 1 : 1 + likeliest.shape[1]] = np.maximum(likeliest, 0)
+    named = named_top(datum)
+    if named is not None:
+        ids[named.sampled, 1 : 1 + named.tokens.shape[1]] = np.maximum(named.tokens, 0)
     return ids
 
 
+def named_top(datum: Datum) -> TopLogprobs | None:
+    "The likeliest tokens that a datum names besides its targets: the teacher's where there is one, else the sampler's."
+    return datum.top_logprobs if datum.ref_top_logprobs is None else datum.ref_top_logprobs
+
+
 def top_width(datums: Sequence[Datum]) -> int:
-    "The most of the sampler's likeliest tokens that a datum has at one place."
-    return max((d.top_logprobs.tokens.shape[1] for d in datums if d.top_logprobs), default=0)
+    "The most likeliest tokens that a datum names at one place."
+    return max((top.tokens.shape[1] for d in datums if (top := named_top(d))), default=0)
 
 
 def per_datum(
@@ -268,6 +297,23 @@ def score(scoring: Scoring, datums: Sequence[Datum], entropy: bool = False) -> l
     return scoring.with_provenance(
         *[per_datum(scoring, datums, batches, [*flats]) for flats in each]
     )
+
+
+def score_likeliest(scoring: Scoring, datums: Sequence[Datum], count: int) -> list[Logprobs]:
+    "Logprobs (N-1,) of each datum, with the `count` likeliest tokens of each place as `top` and `top_tokens`."
+    scoring.check(datums)
+    batches = scoring.batches(datums)
+    note_pass(scoring, "scoring", batches)
+    with torch.no_grad(), scoring.meter.timed("scoring"):
+        outputs = [scoring.likeliest(batch, count) for batch in batches]
+        synchronize(scoring.causal.device)
+    made = []
+    for series in per_datum(scoring, datums, batches, outputs):
+        half = 1 + (series.shape[1] - 1) // 2
+        [logprobs] = scoring.with_provenance([series[:, :half]])
+        ids = series[:, half:].nan_to_num(-1).long().numpy()
+        made.append(replace(logprobs, top_tokens=ids))
+    return made
 
 # %% ../../../nbs/backends/local/06_scoring.ipynb #f3999433
 def not_finite(

@@ -67,6 +67,7 @@ from rl_notebook.backends.local.scoring import (
     note_pass,
     per_datum,
     score,
+    score_likeliest,
     top_width,
 )
 from .worker import Worker, worker_threads
@@ -672,11 +673,15 @@ class LocalReference:
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         "Reference logprobs, target coordinates (N-1,), NaN where not scored."
-        return await self.run(self._score, list(datums))
+        return await self.run(self._score, score, list(datums))
 
-    def _score(self, datums: list[Datum]) -> list[Logprobs]:
+    async def likeliest(self, datums: Sequence[Datum], count: int) -> list[Logprobs]:
+        "The same with the `count` likeliest tokens of each place, as `top` and `top_tokens`."
+        return await self.run(self._score, score_likeliest, list(datums), count)
+
+    def _score(self, function: Callable[..., list[Logprobs]], *args: Any) -> list[Logprobs]:
         with self.switched_off():
-            return score(self.scoring, datums)
+            return function(self.scoring, *args)
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #92f095bd
 class LocalTrainer:
@@ -695,6 +700,10 @@ class LocalTrainer:
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         "Policy logprobs and entropies, target coordinates (N-1,), NaN where not scored."
         return await self.run(score, self.state.scoring, list(datums), True)
+
+    async def likeliest(self, datums: Sequence[Datum], count: int) -> list[Logprobs]:
+        "Policy logprobs, with the `count` likeliest tokens of each place as `top` and `top_tokens`."
+        return await self.run(score_likeliest, self.state.scoring, list(datums), count)
 
     async def loss(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
         "Value, metrics, logprobs and dL/dlogprob; no gradient is accumulated."
