@@ -483,3 +483,42 @@ def test_the_likeliest_tokens_that_miles_recorded_are_read(tmp_path):
     torch.save(content, dump)
     with pytest.raises(RecordError, match="unpickling"):
         Run.open(tmp_path / "miles").record(0)
+
+
+def test_responses_of_a_batch_are_read_with_the_likeliest_tokens_that_have_ids(tmp_path):
+    completion = {
+        "text": " 4",
+        "finish_reason": "length",
+        "token_ids": [7, 2],
+        "prompt_token_ids": [1, 5],
+        "logprobs": {
+            "tokens": ["token_id:7", "token_id:2"],
+            "token_logprobs": [-0.1, -1.5],
+            "top_logprobs": [
+                {"token_id:7": -0.1, "token_id:3": -2.5},
+                {"token_id:2": -1.5, "token_id:9": -0.4, "token_id:4": -9999.0},
+            ],
+        },
+    }
+    top = [{"token": "4", "logprob": -0.1}, {"token": "5", "logprob": -2.5}]
+    said = {"content": [{**top[0], "top_logprobs": top}]}
+    chat = {"message": {"content": "4"}, "finish_reason": "stop", "logprobs": said}
+    failed = {"custom_id": "c", "response": None, "error": {"code": "x"}}
+    for name, choices in {"ids": [completion, completion], "texts": [chat]}.items():
+        answered = {"custom_id": "a", "response": {"body": {"choices": choices}}}
+        lines = [json.dumps(answered), json.dumps(failed)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "out.jsonl").write_text("\n".join(lines) + "\n")
+    run = Run.open(tmp_path / "ids")
+    assert run.steps == [0]
+    [group] = run.record(0).groups
+    [sample, _] = group.samples
+    assert sample.tokens.tolist() == [1, 5, 7, 2]
+    assert sample.finish_reason == "length"
+    np.testing.assert_allclose(sample.logprobs[2:], [-0.1, -1.5])
+    assert sample.top_logprobs.distribution == "unknown"
+    assert [token for token, _ in sample.top_logprobs[2]] == [7, 3]
+    assert [token for token, _ in sample.top_logprobs[3]] == [9, 2]
+    [group] = Run.open(tmp_path / "texts").record(0).groups
+    assert group.samples[0].text == "4"  # without ids, the text is all there is
+    assert group.samples[0].top_logprobs is None

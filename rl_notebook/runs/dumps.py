@@ -8,9 +8,10 @@ from __future__ import annotations
 import codecs
 import io
 import math
+import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -497,3 +498,72 @@ class FireworksCookbook(Reader):
             replace(r, finish_reason="length" if r.info.get("truncated") else "stop")
             for r in super()._rows(step)
         )
+
+# %% ../../nbs/runs/02_dumps.ipynb #ae279426
+def _spelled_ids(tokens: Iterable[str]) -> list[int] | None:
+    "Ids that are written as `token_id:17`; None where one is text."
+    matches = [re.fullmatch(r"token_id:(\d+)", token) for token in tokens]
+    return [int(m[1]) for m in matches if m] if all(matches) else None
+
+
+def _choice_logprobs(
+    choice: Mapping[str, Any],
+) -> tuple[list[int] | None, list[float], TopLogprobs | None]:
+    "Ids, logprobs and likeliest tokens of the sampled places of a choice, as far as they are in it."
+    logprobs = choice.get("logprobs") or {}
+    content = logprobs.get("content")
+    if content is not None:  # of a chat
+        tokens = [place["token"] for place in content]
+        values = [place["logprob"] for place in content]
+        tops = [
+            [(other["token"], other["logprob"]) for other in place.get("top_logprobs") or ()]
+            for place in content
+        ]
+    else:
+        tokens = logprobs.get("tokens") or []
+        values = logprobs.get("token_logprobs") or []
+        tops = [[*(place or {}).items()] for place in logprobs.get("top_logprobs") or ()]
+    ids = choice.get("token_ids") or _spelled_ids(tokens) or None
+    named = [_spelled_ids(token for token, _ in top) for top in tops]
+    top = None
+    if any(tops) and all(row is not None for row in named):
+        rows = [
+            [(t, v) for t, (_, v) in zip(row or (), top, strict=True) if v > -9999]
+            for row, top in zip(named, tops, strict=True)
+        ]
+        top = TopLogprobs.from_rows(rows, "unknown")
+    return ids, values, top
+
+
+class BatchResponses(Reader):
+    "`*.jsonl` of OpenAI's batch form, as `vllm run-batch` writes it: a line is a prompt, a choice one of its completions."
+
+    origin = "OpenAI batch"
+    signature = "*.jsonl"
+    number = r"(\d*)\.jsonl$"
+    keys = ("custom_id", "response")
+    caveats = "no rewards; ids and likeliest tokens only where the requests asked for them"
+    hook = "return_token_ids and return_tokens_as_token_ids in the requests bring the ids (vLLM)"
+
+    def _rows(self, step: int) -> Iterator[Row]:
+        for line in self._lines(step):
+            body = (line["response"] or {}).get("body") or {}
+            for choice in body.get("choices") or ():
+                ids, values, top = _choice_logprobs(choice)
+                prompt = choice.get("prompt_token_ids") or body.get("prompt_token_ids")
+                said = choice.get("message") or choice
+                facts = {
+                    "group": str(line["custom_id"]),
+                    "text": said.get("content") or said.get("text") or "",
+                    "finish_reason": choice.get("finish_reason") or "unknown",
+                }
+                if not ids or not prompt:
+                    yield Row(**facts)
+                    continue
+                yield Row(
+                    **facts,
+                    tokens=[*prompt, *ids],
+                    loss_mask=np.ones(len(ids)),
+                    sampler_logprobs=values or None,
+                    top=top,
+                )

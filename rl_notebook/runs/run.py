@@ -48,6 +48,7 @@ from .bundle import Bundles, SkyRL, VerlPickles
 from .capture import TinkerCookbook
 from rl_notebook.runs.dumps import (
     Areal,
+    BatchResponses,
     FireworksCookbook,
     Miles,
     NemoRL,
@@ -375,6 +376,7 @@ READERS: tuple[type[Reader], ...] = (
     Trl,
     Areal,
     FireworksCookbook,
+    BatchResponses,
 )
 
 
