@@ -1,12 +1,13 @@
-// The chosen series along the targets of a sample: drag to zoom in, double click to see all, click to select.
+// The chosen series along the tokens of a sample: drag to zoom in, double click to see all, click to select.
 import { fit, react } from "./chart.js";
 import { make } from "./elements.js";
 import { ROLES, colour, form, height, known, runs, tint } from "./scale.js";
 
 const HEIGHT = 178;
 const DECADES = [-100, -10, -1, -0.1, 0, 0.1, 1, 10, 100]; // marks of an axis in decades
-const HALF_BAR = 0.3; // of a bar, in targets
+const HALF_BAR = 0.3; // of a bar, in tokens
 const ALARM = "#b5179e";
+const tokenOf = (target) => target + 1; // the axis counts tokens, a series has an entry a target
 
 // Bars from the middle of the scale. Those of a colour are one outline, which plotly draws fast for thousands of tokens.
 function bars(s, roles, palette) {
@@ -18,7 +19,8 @@ function bars(s, roles, palette) {
     if (!traces.has(color)) traces.set(color, { x: [], y: [], fillcolor: color, line: { color, width: 0.5 } });
     const { x, y } = traces.get(color);
     const end = height(s, v);
-    x.push(t - HALF_BAR, t - HALF_BAR, t + HALF_BAR, t + HALF_BAR);
+    const x0 = tokenOf(t);
+    x.push(x0 - HALF_BAR, x0 - HALF_BAR, x0 + HALF_BAR, x0 + HALF_BAR);
     y.push(middle, end, end, middle);
   });
   const look = { type: "scatter", mode: "lines", fill: "toself", hoverinfo: "skip" };
@@ -31,10 +33,10 @@ function ends(s) {
     type: "scatter",
     mode: "lines",
     line: { width: 0 },
-    x: s.values.map((_, t) => t),
+    x: s.values.map((_, t) => tokenOf(t)),
     y: s.values.map((v) => (known(v) ? height(s, v) : null)),
     customdata: s.values.map((v) => form(v)),
-    hovertemplate: "target %{x}: %{customdata}<extra></extra>",
+    hovertemplate: "token %{x}: %{customdata}<extra></extra>",
   };
 }
 
@@ -42,7 +44,7 @@ function ends(s) {
 function crosses(s) {
   const y = s.bad.map(() => height(s, s.center));
   const marker = { symbol: "x", size: 8, color: ALARM };
-  return { type: "scatter", mode: "markers", x: s.bad, y, marker, hovertemplate: "target %{x}: not a number<extra></extra>" };
+  return { type: "scatter", mode: "markers", x: s.bad.map(tokenOf), y, marker, hovertemplate: "token %{x}: not a number<extra></extra>" };
 }
 
 // The axis of a difference counts decades, and shows a nat up and down at least.
@@ -56,14 +58,14 @@ function axis(s) {
 
 const level = (y, line) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line });
 
-// Prompt and masked tokens, the noise floor, the clip of the loss, and the selected target.
+// Prompt and masked tokens, the noise floor, the clip of the loss, and the selected token.
 function marks({ payload, series: s, selected, palette }) {
   const ink = (alpha) => colour(palette, "ink", alpha);
   const shapes = [];
   runs(payload.roles, (role, start, end) => {
     if (role === "s") return;
     const label = { text: ROLES[role], textposition: "top left", font: { size: 10, color: ink(0.6) } };
-    const area = { x0: start - 1.5, x1: end - 1.5, yref: "paper", y0: 0, y1: 1 };
+    const area = { x0: start - 0.5, x1: end - 0.5, yref: "paper", y0: 0, y1: 1 };
     shapes.push({ type: "rect", layer: "below", fillcolor: ink(0.08), line: { width: 0 }, label, ...area });
   });
   if (s.kind === "difference") {
@@ -74,7 +76,8 @@ function marks({ payload, series: s, selected, palette }) {
   for (const v of clip) shapes.push(level(v, { color: ink(0.6), width: 1, dash: "dash" }));
   if (selected !== null) {
     const line = { color: ink(1), width: 1.5 };
-    shapes.push({ type: "line", x0: selected, x1: selected, yref: "paper", y0: 0, y1: 1, line });
+    const x = tokenOf(selected);
+    shapes.push({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line });
   }
   return shapes;
 }
@@ -85,20 +88,20 @@ export function along(state, stops) {
   const plot = make("div", "rlt-chart");
   plot.style.height = `${HEIGHT}px`;
   plot.setAttribute("role", "img");
-  plot.setAttribute("aria-label", "the chosen series by target");
+  plot.setAttribute("aria-label", "the chosen series by token");
   plot.title = "drag to zoom in; double click to see all; click to select";
   figure.append(caption, plot);
-  let range = [0, 1]; // targets in view
+  let range = [0, 1]; // tokens in view
 
   const listen = () => {
-    plot.on("plotly_hover", ({ points: [point] }) => state.hover(point.x, "chart"));
+    plot.on("plotly_hover", ({ points: [point] }) => state.hover(point.x - 1, "chart"));
     plot.on("plotly_unhover", () => state.hover(null, "chart"));
-    plot.on("plotly_click", ({ points: [point] }) => state.select(point.x));
+    plot.on("plotly_click", ({ points: [point] }) => state.select(point.x - 1));
     plot.on("plotly_relayout", () => (range = [...plot._fullLayout.xaxis.range]));
   };
   const render = () => {
     const { payload, series, targets, palette } = state;
-    caption.textContent = series ? `${series.label} by target (target i scores token i + 1)` : "";
+    caption.textContent = series ? `${series.label} by token` : "";
     plot.hidden = !series || !targets;
     if (!state.Plotly || plot.hidden) return;
     const { layout } = state.model.get("figures").along;
@@ -109,21 +112,22 @@ export function along(state, stops) {
     if (isNew) listen();
   };
   const showAll = () => {
-    range = [(state.folded ? state.payload.prompt - 1 : 0) - 0.5, state.targets - 0.5];
+    range = [(state.folded ? state.payload.prompt : 1) - 0.5, state.targets + 0.5];
     render();
   };
   // A token that is selected out of view is brought to the middle of it.
   const follow = () => {
     const { selected, Plotly } = state;
     const half = (range[1] - range[0]) / 2;
-    const isOut = selected !== null && (selected < range[0] || selected > range[1]);
-    if (isOut) range = [selected - half, selected + half];
+    const x = selected === null ? null : tokenOf(selected);
+    const isOut = x !== null && (x < range[0] || x > range[1]);
+    if (isOut) range = [x - half, x + half];
     if (plot.data) Plotly.relayout(plot, { shapes: marks(state), ...(isOut && { "xaxis.range": range }) });
   };
   const showCursor = () => {
     if (!plot.data || state.from === "chart") return;
     const isShown = state.hovered !== null && known(state.series.values[state.hovered]);
-    if (isShown) state.Plotly.Fx.hover(plot, { xval: state.hovered }, "xy", true);
+    if (isShown) state.Plotly.Fx.hover(plot, { xval: tokenOf(state.hovered) }, "xy", true);
     else state.Plotly.Fx.unhover(plot);
   };
   state.on(showAll, "payload", "fold");

@@ -96,7 +96,7 @@ export function forking(state) {
     for (const one of [...(curve ? [curve] : []), ...[...forks].reverse()]) {
       const section = make("section");
       section.append(...resultNodes(one));
-      if (one.target !== null) section.prepend(button(`target ${one.target}`, "Select its token", () => state.select(one.target)));
+      if (one.target !== null) section.prepend(button(`token ${one.target + 1}`, "Select it", () => state.select(one.target)));
       parts.push(section);
     }
     results.replaceChildren(...parts);

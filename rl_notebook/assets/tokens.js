@@ -165,8 +165,8 @@ function worst(state) {
     paint: (row, column) => (column.name === "shown" ? paint(state.palette, tint(state.series, row.value), 0.5) : ""),
   });
   const columns = [
-    { name: "target", label: "target", kind: "number", format: ".9g", width: "64px" },
-    { name: "text", label: "token", kind: "text", opens: true },
+    { name: "token", label: "token", kind: "number", format: ".9g", width: "64px" },
+    { name: "text", label: "text", kind: "text", opens: true },
     { name: "shown", label: "value", kind: "text", key: "off", width: "92px" },
   ];
   node.append(none, table.element);
@@ -177,7 +177,7 @@ function worst(state) {
     const row = (value, target) => {
       const off = known(value) ? Math.abs(value - s.center) : Infinity;
       const shown = known(value) ? form(value) : "not a number";
-      return { id: String(target), target, text: texts[target + 1], value, shown, off };
+      return { id: String(target), target, token: target + 1, text: texts[target + 1], value, shown, off };
     };
     const scored = (_, t) => roles[t + 1] === "s" && (known(s.values[t]) || s.bad.includes(t));
     const rows = scale ? s.values.map(row).filter((row) => scored(row, row.target)) : [];

@@ -804,7 +804,9 @@ class Fork:
         lines = text_table([head, *self.rows()])
         for branch, nodes in self.trees():
             lines += ["", repr(branch.text), *tree_lines(nodes, self.texts, MOST_CHILDREN)]
-        place = f"step {self.step}, group {self.group}, sample {self.sample}, target {self.target}"
+        place = (
+            f"step {self.step}, group {self.group}, sample {self.sample}, token {self.target + 1}"
+        )
         return "\n".join([f"{place}: {self.headline}", *lines, "", self.footer])
 
     def _repr_html_(self) -> str:

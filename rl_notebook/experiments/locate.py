@@ -111,6 +111,7 @@ class Search:
     budget: int  # continuations
     bounds: tuple[float, float] = (0.0, 1.0)  # of the reward
     level: float = 0.95
+    numbers: Sequence[int] | None = None  # of the tokens in their sequence; None = from 0
 
     def __post_init__(self):
         self.used = 0  # continuations
@@ -130,6 +131,10 @@ class Search:
     def room(self) -> int:
         "Batches that are left."
         return (self.budget - self.used) // BATCH
+
+    def number_of(self, place: int) -> int:
+        "The number of a token of the completion in its sequence."
+        return place if self.numbers is None else self.numbers[place]
 
     def shortfall(self, rewards: Sequence[float] | np.ndarray) -> np.ndarray:
         "Rewards as what a fall takes away, from 0 to 1: of a success what is missing."
@@ -284,9 +289,9 @@ async def find_place(search: Search) -> Verdict:
         if result.is_half:
             return Verdict(left, "", *known)
         if result.is_half is None:
-            text = f"the budget ended before it was clear whether token {left} makes half of the change"
+            text = f"the budget ended before it was clear whether token {search.number_of(left)} makes half of the change"
             return Verdict(None, text, *known)
-        text = f"the largest change is at token {left}, and less than half of all"
+        text = f"the largest change is at token {search.number_of(left)}, and less than half of all"
         refused.append(Verdict(None, text, *known))
     if not refused:
         return Verdict(None, "the budget ended before the search did")
@@ -339,8 +344,13 @@ class Located:
 
     @property
     def target(self) -> int | None:
-        "The place in target coordinates, as `fork` takes it; None = no single place."
+        "The place in target coordinates, as `fork` takes it, one less than its token; None = no single place."
         return None if self.place is None else self.targets[self.place]
+
+    @property
+    def token_numbers(self) -> tuple[int, ...]:
+        "The number of each sampled token in its sequence, which begins with the prompt at 0."
+        return tuple(target + 1 for target in self.targets)
 
     @property
     def headline(self) -> str:
@@ -348,10 +358,11 @@ class Located:
         if self.place is None:
             return f"no single place: {self.reason}"
         before = "".join(self.pieces[: self.place])
+        token = self.token_numbers[self.place]
         what = "won" if self.change > 0 else "lost"
         verb = "rises" if self.change > 0 else "falls"
         return (
-            f"{what} at token {self.place}, {self.pieces[self.place]!r} after {on_one_line(before, 40)!r}: the mean "
+            f"{what} at token {token}, {self.pieces[self.place]!r} after {on_one_line(before, 40)!r}: the mean "
             f"reward {verb} by {abs(self.change):.2f} {apply_sign(self.change_interval, 1 if self.change > 0 else -1)}"
         )
 
@@ -367,11 +378,12 @@ class Located:
         return f"{weights}; {self.used} continuations, {self.sampled_tokens} tokens"
 
     def rows(self) -> list[list[str]]:
-        "One row per place: tokens kept, what comes next, mean, interval, continuations."
+        "One row per place: the next token and what it says, mean, interval, continuations."
         pieces = [*self.pieces, ""]
+        tokens = [*map(str, self.token_numbers), ""]
         return [
             [
-                str(p.kept),
+                tokens[p.kept],
                 repr(pieces[p.kept]) if p.n else "(end)",
                 f"{p.mean:.2f}",
                 str(p.interval) if p.n else "",
@@ -381,7 +393,7 @@ class Located:
         ]
 
     def __repr__(self) -> str:
-        rows = [["kept", "next", "mean", "interval", "n"], *self.rows()]
+        rows = [["token", "text", "mean", "interval", "n"], *self.rows()]
         bars = ["", *("█" * round(20 * max(0.0, min(1.0, p.mean))) for p in self.points)]
         lines = text_table([[*row, bar] for row, bar in zip(rows, bars, strict=True)])
         place = f"step {self.step}, group {self.group}, sample {self.sample}"
@@ -404,7 +416,7 @@ class Located:
         cells = [cell.html for cell in curve_cells(self.points, len(self.pieces))]
         soft = f"font-size:13px;{SOFT}"
         places = table(
-            ["kept", "next", "mean", "interval", "n"],
+            ["token", "text", "mean", "interval", "n"],
             [[html.escape(c) for c in r] for r in self.rows()],
         )
         return (
@@ -541,7 +553,9 @@ async def locate(
         return np.array([np.nan if c.reward is None else c.reward for c in made])
 
     start = time.perf_counter()
-    search = Search(continue_from, len(positions), recorded.reward, budget, bounds, level)
+    search = Search(
+        continue_from, len(positions), recorded.reward, budget, bounds, level, positions
+    )
     if search.room < 3:
         raise ConfigError(
             "budget", where=player.where, got=budget, expected=f"at least {3 * BATCH}"
@@ -613,10 +627,11 @@ class Parting:
     "The place at which the completions of a group part into better and worse ones; shows itself."
 
     shared: str  # what they have in common up to the place
-    depth: int  # tokens that they share
+    depth: int  # tokens of the completion that they share
     branches: tuple[tuple[str, tuple[float, ...]], ...]  # next token, rewards of those that took it
     p_value: float  # chance of as much by shuffled rewards, at the best fork
     total: int  # completions in the group
+    token: int = 0  # number of the token at which they part in its sequence, which begins with the prompt at 0
 
     @property
     def is_clear(self) -> bool:
@@ -630,7 +645,7 @@ class Parting:
             return "no place: the completions do not part, or all have the same reward"
         sure = "" if self.is_clear else "no single place; most is explained "
         at = f"after {self.shared!r}" if self.depth else "at the first token"
-        return f"{sure}{at} (token {self.depth}), p = {self.p_value:.2g}"
+        return f"{sure}{at} (token {self.token}), p = {self.p_value:.2g}"
 
     def rows(self) -> list[list[str]]:
         "One row per branch: token, completions, mean reward."
@@ -699,5 +714,10 @@ def parting(
         text = "(end)" if following is None else "".join(decode_each([following], tokenizer))
         branches.append((text, tuple(rewards[0, members].tolist())))
     return Parting(
-        "".join(decode_each(shared, tokenizer)), len(shared), tuple(branches), p_value, len(samples)
+        "".join(decode_each(shared, tokenizer)),
+        len(shared),
+        tuple(branches),
+        p_value,
+        len(samples),
+        samples[0].prompt_len + len(shared),
     )

@@ -416,13 +416,14 @@ def verdict_html(overview: Mapping[str, Any]) -> str:
 def _dots(points: Mapping[str, list], x: list, y: list) -> dict[str, Any]:
     "A dot per token, that says which one it is; the inspector selects those of one sample."
     about = ("item", "target", "group", "sample", "y", "x")
+    tokens = [target + 1 for target in points["target"]]
     return {
         "type": "scatter",
         "mode": "markers",
         "x": x,
         "y": y,
-        "customdata": list(zip(*(points[name] for name in about), strict=True)),
-        "hovertemplate": "group %{customdata[2]}, sample %{customdata[3]}, target %{customdata[1]}: "
+        "customdata": list(zip(*(points[name] for name in about), tokens, strict=True)),
+        "hovertemplate": "group %{customdata[2]}, sample %{customdata[3]}, token %{customdata[6]}: "
         "trainer %{customdata[4]:.4g}, sampler %{customdata[5]:.4g}<extra></extra>",
         "showlegend": False,
         "line": {"width": 1, "color": COLORS["blue"]},
@@ -500,7 +501,7 @@ def gap_figure(overview: Mapping[str, Any]) -> Figure:
 
 def inspector_figures(overview: Mapping[str, Any] | None) -> dict[str, Figure]:
     "The charts of the inspector. `along` is only the look of one: its numbers are those of the sample that is shown."
-    x = x_axis("target", tickformat="d")
+    x = x_axis("token", tickformat="d")
     y = y_axis("", fixedrange=True)
     look = {"hovermode": "x", "showlegend": False, "annotations": [], "xaxis": x, "yaxis": y}
     figures = {"along": figure_of([], "", bargap=0.4, hoverdistance=-1, **look)}
@@ -526,7 +527,7 @@ def summary_html(overview: Mapping[str, Any]) -> str:
 
 # %% ../../nbs/views/03_tokens.ipynb #6a4d10ea
 def worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int = 6) -> str:
-    "The targets farthest from the middle of the scale, with their logprobs; empty where there are none."
+    "The tokens farthest from the middle of the scale, with their logprobs; empty where there are none."
     targets = [*series["bad"], *series["worst"]][:most]
     shown = [s for s in payload["series"] if s["kind"] == "logprob"][:3]
     if series not in shown:
@@ -538,8 +539,8 @@ def worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int 
     def value(s, t):
         return "not a number" if t in s["bad"] else number(s["values"][t])
 
-    rows = [[str(t), text(t), *(value(s, t) for s in shown)] for t in targets]
-    head = ["target", "token", *(html.escape(s["label"]) for s in shown)]
+    rows = [[str(t + 1), text(t), *(value(s, t) for s in shown)] for t in targets]
+    head = ["token", "text", *(html.escape(s["label"]) for s in shown)]
     if payload["likeliest"]:
         head.append("likeliest for the sampler")
         for row, t in zip(rows, targets, strict=True):

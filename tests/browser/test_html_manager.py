@@ -100,9 +100,7 @@ def test_tokens_are_inspected_without_a_kernel(
         other = context.new_page()
         other.goto(address)
         expect(other.locator(".rlt-token").first).to_be_attached()
-        expect(other.locator(".rlt-along figcaption")).to_contain_text(
-            "logprob by target (target i scores token i + 1)"
-        )
+        expect(other.locator(".rlt-along figcaption")).to_contain_text("logprob by token")
         expect(other.locator(".rlt-coords")).to_contain_text(
             "entry i is of target i, which is token i + 1"
         )

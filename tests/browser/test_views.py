@@ -163,10 +163,11 @@ def test_a_point_of_the_scatter_leads_to_its_token(inspector: Locator, notebook:
     label = scatter.locator(".hovertext")
     label.wait_for()
     label_match = re.match(
-        r"group (\d+), sample (\d+), target (\d+): trainer (\S+), sampler (\S+)$",
+        r"group (\d+), sample (\d+), token (\d+): trainer (\S+), sampler (\S+)$",
         label.text_content().replace("−", "-"),
     )
-    group, sample, target = map(int, label_match.groups()[:3])
+    group, sample, token = map(int, label_match.groups()[:3])
+    target = token - 1
     notebook.page.mouse.down()
     notebook.page.mouse.up()
     expect(inspector.locator(".rlt-facts")).to_contain_text(f"group {group}, sample {sample}")
@@ -208,10 +209,10 @@ def test_tokens_are_sorted_and_searched_in_their_table(inspector: Locator):
     table.locator("tbody tr").nth(1).click()
     agree(inspector, index, int(worst[1]))
     expect(table.locator("tr[aria-current]")).to_have_attribute("data-id", str(worst[1]))
-    table.get_by_role("button", name="target").click()
+    table.get_by_role("button", name="token").first.click()
     shows_targets(table, scored[:12])
     inspector.locator(".rlt-sample").select_option(index=2)
-    expect(table.locator("th[aria-sort=ascending]")).to_have_text("target")  # as it was chosen
+    expect(table.locator("th[aria-sort=ascending]")).to_have_text("token")  # as it was chosen
     table.get_by_label("Search tokens").fill("#")
     expect(table.locator("tbody tr").filter(has_not_text="#")).to_have_count(0)
     table.get_by_label("Search tokens").fill("")
