@@ -468,9 +468,23 @@ for kind in ("grpo", "dapo", "fails"):
     if kind == "fails" and not t.accelerator.is_main_process:
         its.module.Update.record = lambda step: record(step) if step.number < 2 else 1 / 0
     t.train()
+    its.module.Update.record = record
     assert kind == "dapo" or its.weights(t) == its.weights(plain)
     if t.accelerator.is_main_process:
         (folder / "log.json").write_text(json.dumps([t.state.log_history, watched.ended]))
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+more |= dict(beta=0.0, loss_type="grpo")
+for kind in ("whole", "sharded"):
+    t = its.trainer(Path(kind), **more)
+    if kind == "sharded":  # accelerate shards nothing on CPUs of itself
+        wrap = dict(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Qwen3DecoderLayer"])
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
+        AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+    watched = its.rln.watch(t, Path(kind, "run"))
+    t.train()
+    assert not watched.ended
+    assert hasattr(next(t.model.parameters()), "to_local") == (kind == "sharded")
 """
 
 
@@ -515,6 +529,19 @@ def test_two_processes_bring_one_record(two: Path, kind: str):
         assert record.loss.loss == pytest.approx(float(log["loss"]), abs=1e-4)
         assert record.metrics["grad_norm"] == pytest.approx(float(log["grad_norm"]), rel=1e-3)
         agrees_with_its_options(record)
+
+
+@pytest.mark.slow
+def test_weights_that_two_processes_shard_are_recorded_as_whole_ones(two: Path):
+    runs = [rln.Run.open(two / kind / "run") for kind in ("whole", "sharded")]
+    assert runs[0].steps == runs[1].steps == [1, 2]
+    for whole, sharded in zip(*runs, strict=True):
+        assert [d.tokens.tolist() for d in whole.datums] == [
+            d.tokens.tolist() for d in sharded.datums
+        ]
+        assert sharded.loss.loss == pytest.approx(whole.loss.loss, abs=1e-6)
+        for name in ("reward", "grad_norm", "update_norm"):
+            assert sharded.metrics[name] == pytest.approx(whole.metrics[name], rel=1e-4), name
 
 
 @pytest.mark.slow

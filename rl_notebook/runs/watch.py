@@ -266,6 +266,8 @@ def joined(parts: Sequence[StepRecord], options: Mapping[str, Any]) -> StepRecor
     gradients = tuple(g / len(losses) for loss in losses for g in loss.dlogprobs)
     loss = LossOutput(value, theirs, logprobs, gradients)
     first = parts[0]
+    norms = [part.metrics["update_norm"] for part in parts if "update_norm" in part.metrics]
+    trained = {"update_norm": math.hypot(*norms)} if norms else {}
     options, ours = verify_loss_options(options, datums, loss)
     loss = replace(loss, metrics={**ours, **theirs})
     return replace(
@@ -273,7 +275,9 @@ def joined(parts: Sequence[StepRecord], options: Mapping[str, Any]) -> StepRecor
         groups=tuple(groups),
         datums=tuple(datums),
         loss=loss,
-        metrics=step_metrics(groups, datums, loss, first.metrics, policy_version=first.step - 1),
+        metrics=step_metrics(
+            groups, datums, loss, {**first.metrics, **trained}, policy_version=first.step - 1
+        ),
         options=options,
         consumed=max(part.consumed for part in parts),
         passes=tuple(n for part in parts for n in part.passes),
@@ -367,16 +371,18 @@ MAX_ENTRIES = 2**16  # of a tensor, which are compared before and after an updat
 
 def weight_entries(
     model: Any,
+    processes: int = 1,  # that train it together
 ) -> dict[str, tuple[float, Any]]:  # name: (entries that each stands for, values)
-    "Evenly spaced entries of each trained tensor, copied; of a sharded one, those of this process."
+    "Evenly spaced entries of each trained tensor, copied: of a sharded one, those of this process; of a whole one, its part in the sum over all."
     entries = {}
     for name, parameter in model.named_parameters():
-        values = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        is_sharded = hasattr(parameter, "to_local")
+        values = parameter.to_local() if is_sharded else parameter
         if parameter.requires_grad and values.numel():
             flat = values.detach().reshape(-1)
             # an odd distance meets every column
             some = flat[:: len(flat) // MAX_ENTRIES | 1].clone()
-            entries[name] = len(flat) / len(some), some
+            entries[name] = len(flat) / len(some) / (1 if is_sharded else processes), some
     return entries
 
 
@@ -540,12 +546,13 @@ class TrainerHooks:
 
     def began(self) -> None:
         "Keep what the update is measured against."
-        self.before = weight_entries(self.trainer.model)
+        self.before = weight_entries(self.trainer.model, self.ranks)
 
     def ended(self) -> None:
         "Hand on the step that has just ended."
         if self.before:
-            self.update["update_norm"] = moved_by(self.before, weight_entries(self.trainer.model))
+            after = weight_entries(self.trainer.model, self.ranks)
+            self.update["update_norm"] = moved_by(self.before, after)
         self.step_ends(Update(self.trainer, self.passes, self.update, self.seconds))
         self.passes = []
         self.update = {}
