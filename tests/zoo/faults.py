@@ -97,6 +97,26 @@ async def late(run: Run, updates: int) -> None:
     run.trainer.version += updates
 
 
+async def part_left_behind(run: Run, part: str, updates: int) -> None:
+    "Weights whose name has this part never reach the server."
+    set_fields(run.sync, travels=lambda name: part not in name)
+    for _ in range(updates):
+        await run.update()
+
+
+def decoding_elsewhere(run: Run, position: int) -> None:
+    "The server computes each token that it has sampled itself as if it stood at this position."
+    forward = run.server.model.forward
+
+    def misplaced(*args: Any, **kwargs: Any) -> Any:
+        ids = kwargs.get("input_ids")
+        if ids is not None and ids.shape[-1] == 1:
+            kwargs["position_ids"] = torch.full_like(ids, position)
+        return forward(*args, **kwargs)
+
+    run.server.model.forward = misplaced
+
+
 async def adapter_left_behind(run: Run, updates: int) -> None:
     set_fields(run.sync, scale=0.0)
     for _ in range(updates):
@@ -219,6 +239,7 @@ def prompt_in_mask(groups: Sequence[PromptGroup]) -> list[Datum]:
 # --- the table ----------------------------------------------------------------------------------------------------
 
 TEMPERATURE, CUT, BIAS, STALE, TEXT, DTYPE = ("temperature",), ("top-p or top-k",), ("bias or penalty",), ("stale weights",), ("BOS or template",), ("dtype or batching",)  # fmt: skip
+PART = ("part of the weights does not arrive",)
 LORA = World(lora_rank=8, learning_rate=1e-3)
 
 
@@ -250,6 +271,9 @@ FAULTS: dict[str, Fault] = {
     "rollouts are late": Fault(STALE, lambda run: late(run, 2)),
     "rollouts are late, and cool": Fault(STALE, lambda run: late(run, 2), World(temperature=0.8)),
     "the adapter does not travel": Fault(STALE, lambda run: adapter_left_behind(run, 3), LORA),
+    "the feed-forward layers do not travel":
+        Fault(PART, lambda run: part_left_behind(run, "mlp", 4), World(learning_rate=2e-4)),
+    "the server decodes at another position": Fault(("decoding",), lambda run: decoding_elsewhere(run, 3)),
     "the server computes in half precision":
         Fault(DTYPE, lambda run: set_fields(run.server, model=cast_parameters(run.server.model, torch.bfloat16))),
     "the server has weights of 4 bits": Fault((NONE,), lambda run: run.server.alter(partial(quantised, bits=4))),

@@ -20,6 +20,8 @@ from rl_notebook.insight.doctor.causes import (
     NONE,
     NO_MISMATCH,
     NEXT_EXPERIMENTS,
+    PART_OF_WEIGHTS,
+    MAX_UNSYNCED_SCORE,
     dtype_or_batching,
     from_series,
     mask_leak,
@@ -30,7 +32,10 @@ from rl_notebook.insight.doctor.causes import (
     other_temperature,
     other_text,
     other_tokens,
+    wanted_by_side,
     bias_or_penalty,
+    decoding,
+    part_of_weights,
     repeated,
     sampled_otherwise,
     self_contradiction,
@@ -57,13 +62,17 @@ from rl_notebook.insight.doctor.evidence import (
     MIN_SURE,
     Evidence,
     CauseFinding,
+    FreshCompletion,
     Listing,
     Resample,
     beyond,
     differs,
+    excess,
+    explained,
     finer_rounding,
     gather,
     localize_mismatch,
+    nearest_at,
     noise_floor,
     size,
     token_tolerance,
@@ -96,6 +105,8 @@ GAP_HYPOTHESES: list[Hypothesis] = [
     bias_or_penalty,
     from_series,
     stale_weights,
+    part_of_weights,
+    decoding,
     other_text,
     dtype_or_batching,
     vocabulary,
@@ -318,6 +329,8 @@ def rank_causes(e: Evidence) -> Diagnosis:
         controls=(
             *dict.fromkeys(name.partition(",")[0] for name in e.controls),
             *(["sampler's likeliest tokens"] if e.listings else []),
+            *(["completions sampled again"] if e.completions else []),
+            *(["tokens sampled again"] if e.resamples else []),
         ),
         failed=e.failed,
     )
@@ -343,18 +356,18 @@ async def echo_all(backend: Backend, tokens: Iterable[np.ndarray]) -> list[Logpr
 
 
 async def run_rescore(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
-    "Score the datums twice with the policy, and a few of them alone."
-    datums = [e.datums[i] for i in datum_indices]
+    "Score the datums with the policy, half of them again, and a few of them alone."
     score = backend.policy.forward
-    once = await score(datums)
-    again = await score(datums)
+    once = await score([e.datums[i] for i in datum_indices])
     longest = max(datum_indices, key=lambda i: len(e.datums[i].tokens))
     worst = [i for i in worst_datums(e, len(e.datums)) if i in set(datum_indices)]
+    half = sorted({longest, *worst[: max(4, len(datum_indices) // 2)]})
+    again = await score([e.datums[i] for i in half])
     few = sorted({longest, *worst[:2]})
     alone = [(await score([e.datums[i]]))[0] for i in few]
     series = {
         "policy": one_per_datum(e, datum_indices, once),
-        "policy again": one_per_datum(e, datum_indices, again),
+        "policy again": one_per_datum(e, half, again),
         "policy alone": one_per_datum(e, few, alone),
     }
     provenance = replace(
@@ -482,6 +495,64 @@ def one_token_datum(head: np.ndarray, token: int) -> Datum:
     "A datum whose last token alone is scored."
     tokens = np.r_[head, token]
     return Datum(tokens, np.r_[np.zeros(len(head) - 1), 1.0])
+
+# %% ../../../nbs/insight/doctor/02_doctor.ipynb #b15d2f13
+def echo_repeats(e: Evidence) -> bool:
+    "Whether the sampler, scoring the recorded tokens, says of them what was recorded."
+    t = e.provenance.trainer_temperature or 1.0
+    left = e.s - nearest_at(e.flat("sampler"), t, e.s)
+    return explained(e.gap, left, token_tolerance(e)) >= MIN_SURE
+
+
+def turn_with_largest_gap(e: Evidence, row: int) -> np.ndarray:
+    "The tokens of a datum before the turn in which the largest gap is."
+    inside = np.flatnonzero(e.row == row)
+    at = int(inside[np.argmax(np.nan_to_num(np.abs(e.gap[inside])))])
+    targets = set(e.target[inside].tolist())
+    first = int(e.target[at])
+    while first - 1 in targets:
+        first -= 1
+    return e.datums[row].tokens[: first + 1]
+
+
+async def run_completions(
+    e: Evidence,
+    backend: Backend,
+    datum_indices: Sequence[int],
+    most: int = 4,
+    max_tokens: int = 24,
+) -> Evidence:
+    "Sample a few completions again, and let both sides score them."
+    if not differs(e) or echo_repeats(e):
+        return e
+    rows = [i for i in worst_datums(e, len(e.datums)) if i in set(datum_indices) & {*e.row}]
+    room = (backend.capabilities.max_seq_len or 10**9) - max_tokens
+    heads = {h.tobytes(): h for h in (turn_with_largest_gap(e, row) for row in rows)}
+    chosen = [h for h in heads.values() if len(h) <= room][:most]
+    params = SampleParams(n=1, max_tokens=max_tokens)
+    asked = [backend.sampler.sample(h, replace(params, seed=seed)) for seed, h in enumerate(chosen)]
+    sampled = [(h, c) for h, [c] in zip(chosen, await asyncio.gather(*asked), strict=True)]
+    sampled = [(h, c) for h, c in sampled if len(c.tokens)]
+    if not sampled:
+        return e
+    datums = [
+        Datum(np.r_[h, c.tokens], np.r_[np.zeros(len(h) - 1), np.ones(len(c.tokens))])
+        for h, c in sampled
+    ]
+    policy = [lp.values for lp in await backend.policy.forward(datums)]
+    echo = [np.full(len(d.weights), np.nan) for d in datums]
+    if "echo" not in e.failed:
+        echo = [lp.values for lp in await echo_all(backend, [d.tokens for d in datums])]
+    completions = [
+        FreshCompletion(chosen_logprobs(c), echoed[d.active], scored[d.active])
+        for (_, c), d, echoed, scored in zip(sampled, datums, echo, policy, strict=True)
+    ]
+    return replace(e, completions=tuple(completions))
+
+
+def chosen_logprobs(c: Completion) -> np.ndarray:
+    "The logprobs of the distribution that a completion was sampled from."
+    return c.logprobs if c.sampling_logprobs is None else c.sampling_logprobs
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #b9b7844c
 def prompt_of(d: Datum) -> list[int]:
@@ -612,40 +683,74 @@ def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
     return candidates
 
 
-async def run_context(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
-    """Score the three datums with the largest gaps behind other prompts.
+def context_kind(name: str) -> str:
+    "The name of a context, without what differs from row to row."
+    starts = ("padding", "prompt of group", "behind row", "only the last")
+    return next((start for start in starts if name.startswith(start)), name)
 
-    The policy scores, and the sampler where it echoes and the trainer's temperature is 1. Of an untrained policy that has learned
+
+def likely_kinds(e: Evidence, row: int, most: int = 4) -> set[str]:
+    "The kinds of the contexts, and the recorded one, that leave the least of a row's gap."
+    at = e.row == row
+    left = dict[str, float]()
+    for side, wanted in wanted_by_side(e).items():
+        for name, series in e.controls.items():
+            start, _, context = name.partition(", ")
+            if start == side and context and (values := series[row]) is not None:
+                over = excess(wanted[at] - values[e.target[at]], token_tolerance(e))
+                left[context] = min(over, left.get(context, np.inf))
+    return {context_kind(name) for name in sorted(left, key=lambda n: left[n])[:most]}
+
+
+async def score_contexts(
+    e: Evidence, backend: Backend, jobs: Sequence[tuple[str, int, Datum]]
+) -> Evidence:
+    """Score datums behind other prompts: (name of the prompt, row, datum).
+
+    The policy scores, and the sampler where it echoes other numbers and the trainer's temperature is 1. Of an untrained policy that has learned
     since, the reference has the weights: it scores for both sides.
     """
-    worst = [i for i in worst_datums(e, len(e.datums)) if i in set(datum_indices)]
-    few = [i for i in worst if e.datums[i].num_loss_tokens][:3]
-    jobs = [
-        (name, i, d)
-        for i in few
-        for name, d in [("as recorded", e.datums[i]), *contexts(e, backend, i).items()]
-    ]
-    before = (
-        backend.reference
-        if e.provenance.untrained and beyond(e.flat("policy") - e.p, finer_rounding(e))
-        else None
-    )
+    learned = e.provenance.untrained and beyond(e.flat("policy") - e.p, finer_rounding(e))
+    before = backend.reference if learned else None
     scored = {"policy": await (before or backend.policy).forward([d for *_, d in jobs])}
-    if before:  # both have learned since, and had its weights
+    at_one = e.provenance.trainer_temperature in (None, 1.0)
+    today = e.flat("sampler") - e.flat("policy")
+    agree = at_one and np.isfinite(today).any() and not beyond(today, finer_rounding(e))
+    if before or agree:
         scored["sampler"] = scored["policy"]
-    elif "echo" not in e.failed and e.provenance.trainer_temperature in (
-        None,
-        1.0,
-    ):
-        # an echo is at temperature 1
+    elif "echo" not in e.failed and at_one:  # an echo is at temperature 1
         scored["sampler"] = await echo_all(backend, [d.tokens for *_, d in jobs])
-    series: dict[str, list[np.ndarray | None]] = {}
+    controls = dict(e.controls)
     for side, logprobs in scored.items():
         for (name, i, datum), scores in zip(jobs, logprobs, strict=True):
             values = np.full(len(e.datums[i].weights), np.nan)
             values[e.datums[i].active] = scores.values[datum.active]
-            series.setdefault(f"{side}, {name}", [None] * len(e.datums))[i] = values
-    return replace(e, controls={**e.controls, **{name: tuple(x) for name, x in series.items()}})
+            series = list(controls.get(f"{side}, {name}", (None,) * len(e.datums)))
+            series[i] = values
+            controls[f"{side}, {name}"] = tuple(series)
+    return replace(e, controls=controls)
+
+
+async def run_context(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
+    "Score the datum with the largest gaps behind other prompts, likely ones first, and two more behind those that fit it."
+    worst = [i for i in worst_datums(e, len(e.datums)) if i in set(datum_indices)]
+    first, *others = [i for i in worst if e.datums[i].num_loss_tokens][:3]
+    tried = contexts(e, backend, first)
+    templates = {n: d for n, d in tried.items() if n.startswith(("without", "a "))}
+    jobs = [("as recorded", first, e.datums[first])]
+    e = await score_contexts(e, backend, jobs + [(n, first, d) for n, d in templates.items()])
+    if max((f.score for f in other_text(e)), default=0.0) < MIN_LIKELY:
+        rest = [(n, first, d) for n, d in tried.items() if n not in templates]
+        e = await score_contexts(e, backend, rest)
+    kinds = likely_kinds(e, first)
+    jobs = [("as recorded", i, e.datums[i]) for i in others]
+    jobs += [
+        (n, i, d)
+        for i in others
+        for n, d in contexts(e, backend, i).items()
+        if context_kind(n) in kinds
+    ]
+    return await score_contexts(e, backend, jobs) if jobs else e
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #f4c13aa3
 def always_same_token(resamples: Sequence[Resample]) -> bool:
@@ -657,10 +762,6 @@ def always_same_token(resamples: Sequence[Resample]) -> bool:
 
 def count_halves(at: int, halves: Sequence[Sequence[Completion]]) -> Resample:
     "How often each token came, in two halves of samples of one place."
-
-    def chosen_logprobs(c):
-        return c.logprobs if c.sampling_logprobs is None else c.sampling_logprobs
-
     reported = dict[int, list[float]]()
     for c in (c for half in halves for c in half):
         reported.setdefault(int(c.tokens[0]), []).append(float(chosen_logprobs(c)[0]))
@@ -713,20 +814,14 @@ async def run_resample(
     if always_same_token(resamples):
         why = "all samples of a request are the same, and not the likeliest: they share a seed, and say nothing"
         return replace(e, failed={**e.failed, "resample": why})
-    again = [np.full(len(d.weights), np.nan) for d in e.datums]
-    for r in resamples:
-        again[e.row[r.at]][e.target[r.at]] = next(
-            iter(r.claimed[r.tokens == e.token[r.at]]), np.nan
-        )
-    return replace(
-        e, resamples=tuple(resamples), controls={**e.controls, "sampler resampled": tuple(again)}
-    )
+    return replace(e, resamples=tuple(resamples))
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #2ac28ff5
 CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]] = {
     "rescore": run_rescore,
     "echo": run_echo,
     "listing": run_listing,
+    "completions": run_completions,
     "sync": run_sync,
     "context": run_context,
     "resample": run_resample,
@@ -754,6 +849,12 @@ def is_conclusive(e: Evidence) -> bool:
     )
     d = rank_causes(e)
     return d.score >= CONCLUSIVE_SCORE and d.cause != NONE and not d.undecided and not coarse
+
+
+def is_decided_without_prompts(e: Evidence) -> bool:
+    "Whether an experiment names decoding, or weights that do not arrive, so that no other prompt needs to be tried."
+    d = rank_causes(e)
+    return d.score >= MAX_UNSYNCED_SCORE and d.cause in ("decoding", PART_OF_WEIGHTS)
 
 
 def datums_for_controls(e: Evidence, limit: int) -> list[int]:
@@ -814,6 +915,8 @@ async def diagnose(
         ):
             continue
         if name in ("sync", "context") and "sampler" not in e.controls:
+            continue
+        if name == "context" and is_decided_without_prompts(e):
             continue
         try:
             e = await CONTROLS[name](e, backend, datum_indices)

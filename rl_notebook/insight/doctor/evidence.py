@@ -41,6 +41,7 @@ class SeriesProvenance:
     raw: bool = False
     agreed: bool = False  # both sides agree in an earlier step of the run
     sources: tuple[str, ...] = ()  # functions that are not ours, such as TRL's
+    moved_parts: tuple[str, ...] = ()  # of the network, largest update of the step first
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #47243af2
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,7 @@ class Evidence:
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)
     resamples: tuple[Resample, ...] = ()  # next tokens, sampled again
     listings: tuple[Listing, ...] = ()  # what both sides say of the likeliest tokens of a place
+    completions: tuple[FreshCompletion, ...] = ()  # sampled again, and scored by both sides
     # control: why it gave no result
     failed: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[int, ...] = ()  # of each datum, where several steps are one evidence
@@ -161,6 +163,15 @@ class Listing:
     trainer: np.ndarray  # (K,) nats
     is_repeated: np.ndarray  # (K,) bool: the token stands in the text before
 
+
+@dataclass(frozen=True, eq=False)
+class FreshCompletion:
+    "A completion sampled again at temperature 1 behind a recorded prompt; the arrays are (C,), nats."
+
+    reported: np.ndarray  # by the sampler while it sampled
+    echo: np.ndarray  # by the sampler, scoring the same tokens; NaN = it cannot
+    policy: np.ndarray
+
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #530889c2
 def noise_floor(e: Evidence) -> float | None:
     "Largest change of the policy's logprobs between a batch and single rows; None = not measured."
@@ -176,16 +187,47 @@ def size(gap: np.ndarray) -> Gap:
     return Gap(float(sizes.mean()), float(sizes.max()), "") if len(sizes) else Gap(0.0, 0.0, "")
 
 
+HALF_PRECISION = ("bfloat16", "float16")
+NOISE_FACTOR = (
+    4  # times a measured difference that another one may be: both are means of a few large values
+)
+# what two programs in 16 bits may differ by, however well each repeats its own numbers
+MIN_MEASURED = Rounding(0.005, 0.25)
+
+
+def repetitions(e: Evidence) -> list[np.ndarray]:  # nats, differences of two series each
+    "What one side, or one after the other, said twice: the sampler's echo beside what it sampled with, and beside the policy."
+    echo = e.flat("sampler")
+    at_one = e.provenance.trainer_temperature in (None, 1.0)
+    twice = [echo - e.s, echo - e.flat("policy")] if at_one else [echo - e.flat(e.raw)]
+    known = [x for x in twice if np.isfinite(x).any()]
+    return known or [np.concatenate([c.reported - c.echo for c in e.completions] or [np.zeros(0)])]
+
+
+def rounding_here(e: Evidence, dtype: str) -> Rounding:
+    "What a precision explains: of 16 bits what was measured, of which a fault can raise one but not all, or else the table's."
+    table = rounding(dtype)
+    measured = [size(x) for x in repetitions(e) if np.isfinite(x).any()]
+    if dtype not in HALF_PRECISION or not measured:
+        return table
+    least = min(measured, key=lambda gap: gap.mean)
+    mean = min(table.mean, max(NOISE_FACTOR * least.mean, MIN_MEASURED.mean))
+    largest = min(table.largest, max(NOISE_FACTOR * least.largest, MIN_MEASURED.largest))
+    return Rounding(mean, largest)
+
+
 def finer_rounding(e: Evidence) -> Rounding:
-    "What rounding explains: the table's for the finer precision."
-    named = [rounding(d) for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d]
-    return min(named, key=lambda r: r.largest, default=rounding("float32"))
+    "What rounding explains of the finer precision."
+    dtypes = [d for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d]
+    allowed = [rounding_here(e, d) for d in dtypes or ["float32"]]
+    return min(allowed, key=lambda r: r.largest)
 
 
 def coarser_rounding(e: Evidence) -> Rounding:
     "What the coarser of the two precisions explains."
-    named = [rounding(d) for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d]
-    return max(named, key=lambda r: r.largest, default=rounding("float32"))
+    dtypes = [d for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d]
+    allowed = [rounding_here(e, d) for d in dtypes or ["float32"]]
+    return max(allowed, key=lambda r: r.largest)
 
 
 def beyond(gap: np.ndarray, allowed: Rounding) -> bool:
@@ -243,7 +285,8 @@ def score_prediction(
     gone = explained(e.gap, left, token_tolerance(e)) if off.sum() >= MIN_TOKENS_OFF else 0.0
     # what the policy has learned since the step
     since = size(e.flat("policy") - e.p)
-    allowed = coarser_rounding(e)
+    dtypes = {"float32", e.provenance.trainer_dtype, e.provenance.sampler_dtype} - {None}
+    allowed = max((rounding(d) for d in dtypes if d), key=lambda r: r.largest)
     most = Rounding(max(allowed.mean, 2 * since.mean), max(allowed.largest, 2 * since.largest))
     right = gone >= MIN_SURE and (noisy or not beyond(left, most))
     return CauseFinding(
@@ -279,6 +322,8 @@ def read_provenance(record: StepRecord, untrained: bool | None) -> SeriesProvena
     trainer = record.loss.logprobs[0] if record.loss and record.loss.logprobs else None
     temperatures = {s.temperature for s in samples}
     synced = min((s.policy_version for s in samples if s.policy_version is not None), default=None)
+    update_norms = {n: x for n, x in record.metrics.items() if n.startswith("update_norm/") and x}
+    moved_parts = sorted(update_norms, key=lambda name: -update_norms[name])
     # on a fresh backend
     first = record.step == 1 and not record.origin and not (trainer and trainer.policy_version)
     return SeriesProvenance(
@@ -289,6 +334,7 @@ def read_provenance(record: StepRecord, untrained: bool | None) -> SeriesProvena
         sampler_version=synced,
         untrained=first if untrained is None else untrained,
         sources=tuple(record.sources),
+        moved_parts=tuple(name.partition("/")[2] for name in moved_parts),
     )
 
 
@@ -537,12 +583,61 @@ def not_by_chance(scores: pd.DataFrame) -> list[str]:
     ]
 
 
+def parts_of_rows(
+    e: Evidence, followed: Mapping[str, np.ndarray]
+) -> dict[str, tuple[np.ndarray, str]]:
+    "Parts that may hold all of a gap, by their words: (K,) bool, and what to look at."
+    depth = followed["depth"]
+    turn = followed["turn"]
+    off = np.nan_to_num(np.abs(e.gap)) > token_tolerance(e)
+    parts = {LOCATIONS[n][0]: (v, LOCATIONS[n][1]) for n, v in followed.items() if v.dtype == bool}
+    between = "what the template puts between two turns, and earlier turns that are tokenized again"
+    for k in range(1, int(turn.max()) + 1):
+        parts[f"turn {k + 1}"] = (turn == k, between)
+        parts[f"the turns from {k + 1} on"] = (turn >= k, between)
+    group = np.array([d.group for d in e.datums])[e.row]
+    for g in np.unique(group).tolist():
+        parts[f"group {g}"] = (group == g, "what is special about its prompt")
+    first = int(depth[off].min()) if off.any() else 0
+    if first > 1:  # one token is a class of its own
+        parts[f"token {first + 1} of a completion and later ones"] = (
+            depth >= first,
+            LOCATIONS["depth"][1],
+        )
+        start = int(e.target[off].min()) + 1
+        longer = "positions, attention windows, and how much of a text is read"
+        parts[f"position {start} of a sequence and later ones"] = (e.target + 1 >= start, longer)
+    return parts
+
+
+def only_place(e: Evidence, followed: Mapping[str, np.ndarray]) -> str:
+    """The part that has all of the gap beside one that has none of it, in a sentence; empty = there is none.
+
+    Only tokens count that one side finds less likely than MIN_SURE: others have no gap whatever is wrong. If tokens of the part are off
+    with some frequency, so many others would all agree by chance at most MAX_CHANCE times."""
+    doubtful = np.isfinite(e.gap) & (np.fmin(e.p, e.s) < np.log(MIN_SURE))
+    off = doubtful & (np.abs(e.gap) > token_tolerance(e))
+    best = (MIN_LIKELY, "")
+    for words, (inside, cause) in parts_of_rows(e, followed).items():
+        there = int((inside & doubtful).sum())
+        elsewhere = int((~inside & doubtful).sum())
+        if (off & ~inside).any() or off.sum() < MIN_TOKENS_OFF or not elsewhere:
+            continue
+        share = off.sum() / there
+        if share > best[0] and (1 - share) ** elsewhere <= MAX_CHANCE:
+            text = f"the gap is at {words} only: {off.sum()} of {there} doubtful tokens there are off, none of {elsewhere} elsewhere"
+            best = (share, f"{text}. Look at {cause}")
+    return best[1]
+
+
 def localize_mismatch(e: Evidence, tokenizer: Any = None) -> str:
     "What the gap follows, in a sentence without its full stop, unless that may be chance; or why it cannot be located."
-    allowed = rounding(e.provenance.trainer_dtype or "")
+    allowed = finer_rounding(e) if e.provenance.trainer_dtype else rounding("")
     followed = patterns(e, tokenizer)
     if allowed.explains(size(e.gap)):
         return f"the gap cannot be located: it may be rounding ({e.provenance.trainer_dtype or 'dtype unknown'})"
+    if place := only_place(e, followed):
+        return place
     once = np.isfinite(e.gap) & ~pd.Series(e.prefix_hashes(True)).duplicated().to_numpy()
     in_steps = np.floor(np.abs(e.gap) / token_tolerance(e))  # a step: what rounding explains
     table: Any = pd.DataFrame({"gap": in_steps, **followed}, index=e.row)[once].astype(float)
@@ -551,7 +646,7 @@ def localize_mismatch(e: Evidence, tokenizer: Any = None) -> str:
     scores = ranks.mul(ranks["gap"], axis=0).groupby(level=0).sum()
     scores = scores.loc[scores["gap"] > 1e-9, tried]
     if len(tried) * 2.0 ** -len(scores) > MAX_CHANCE:
-        return f"the gap cannot be located with {len(scores)} different sequences"
+        return f"{len(scores)} different sequences are too few to tell what the gap follows"
     if not (sure := not_by_chance(scores)):
         return "the gap follows neither depth nor turn nor a class of tokens by more than chance"
     plain = within_rows(table)
