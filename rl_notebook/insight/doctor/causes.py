@@ -861,9 +861,11 @@ def part_of_weights(e: Evidence) -> Iterator[CauseFinding]:
     what = "changes what the sampler says" if moved > 1 - MIN_SURE else "changes nothing"
     parts = ", ".join(e.provenance.moved_parts[:4])
     largest = f"; the largest updates of the step: {parts}" if parts else ""
+    # a sampler that says just what the reference says got nothing at all: `stale_weights` has that
+    none_arrived = explained(left, left - (reference - policy), tol) >= MIN_SURE
     yield CauseFinding(
         PART_OF_WEIGHTS,
-        MAX_UNSYNCED_SCORE,
+        MIN_LIKELY if none_arrived else MAX_UNSYNCED_SCORE,
         f"a sync {what}, a gap of {size(left).mean:.2g} nats per token stays, and {text}{largest}",
         {"correlation": correlation},
     )
