@@ -30,6 +30,7 @@ FIXES = {  # what: what to try
     "reward fell": "Read the completions; go back to a checkpoint before this step, and lower the learning rate",
     "entropy fell": "Check the temperature; lower the learning rate, or raise eps_clip_high or kl_beta",
     "KL jumped": "Go back to a checkpoint before this step; lower the learning rate, or raise kl_beta",
+    "learning rate too high": "Go back to the first step, and take a tenth of the learning rate",
     "gradient norm jumped": "See what changed in the loss or the aggregation at this step; set grad_clip_norm",
     "reward follows length": "Read the longest completions; pay for the result, or cap what length can earn",
     "zero-variance groups grew": "Take other prompts, or more completions of each; see whether the reward tells them apart",
@@ -168,6 +169,7 @@ class RunHistory:
             "completions/mean_length",
             "frac_reward_zero_std",
             "entropy",
+            "learning_rate",
         )
         self.columns = {
             n: np.array([r.metrics.get(n, math.nan) for r in self.records]) for n in names
@@ -204,6 +206,15 @@ class RunHistory:
         worst = float(reward.min(initial=top))
         return top > worst and float(np.median(reward[-5:])) >= top - 0.15 * (top - worst)
 
+    def reward_error(self, t: int) -> float:
+        "Standard error of the mean reward of a step, over its prompts, in the last steps; 0 where there are no groups."
+        variances = list[float]()
+        for record in self.records[max(0, t - 24) : t + 1]:
+            means = [float(np.mean(g.rewards)) for g in record.groups if len(g.samples)]
+            if len(means) > 1:
+                variances.append(float(np.var(means, ddof=1)) / len(means))
+        return math.sqrt(np.mean(variances)) if variances else 0.0
+
     def middle(self, t: int) -> float:
         "The middle of that range: higher rewards count as solved. 0 where all rewards are the same."
         ends = self.reward_range(t)
@@ -227,11 +238,11 @@ def jump_rule(
     def rule(history: RunHistory, t: int) -> Change | None:
         indices, values = history.finite(name, t)
         logs = np.log(np.maximum(values, 0.0) + least)
-        if t not in indices[-1:] or len(indices) < STEPS_BEFORE + size:
+        if t not in indices[-1:] or len(indices) < 2 * size:
             return None
         medians = np.median(np.lib.stride_tricks.sliding_window_view(logs, size), axis=1)
         far = (sign * medians).min() * sign
-        fast = jump(logs, sign, factor, size)
+        fast = jump(logs, sign, factor, size) if len(logs) >= STEPS_BEFORE + size else None
         jumped = fast or (
             (far, medians[-1]) if sign * (medians[-1] - far) >= math.log(slow) else None
         )
@@ -259,8 +270,9 @@ def reward_fell(history: RunHistory, t: int) -> Change | None:
     low, high = history.reward_range(t)
     # of the difference of two medians of five
     noise = float(np.std(np.diff(reward[-25:-5]))) * 1.25 / math.sqrt(5)
+    few = history.reward_error(t) * 1.25 * math.sqrt(2 / 5)
     # also of one that stays
-    if best - now <= max(0.2 * (high - low), 4 * noise, 1e-9 * max(abs(best), abs(now))):
+    if best - now <= max(0.2 * (high - low), 4 * noise, 3 * few, 1e-9 * max(abs(best), abs(now))):
         return None
     begins = min(np.flatnonzero(reward > (best + now) / 2)[-1] + 1, len(indices) - 1)
     return Change(
@@ -294,6 +306,32 @@ def zero_variance_grew(history: RunHistory, t: int) -> Change | None:
     begins = min(np.flatnonzero(share <= (best + now) / 2)[-1] + 1, len(indices) - 1)
     ranking = by_sample(lambda g, i: 1.0 if i == 0 and has_no_signal(g.rewards) else -math.inf)
     return Change(int(indices[begins]), {"before": best, "now": now, "solved": solved}, ranking)
+
+# %% ../../nbs/insight/01_trends.ipynb #b127b773
+MIN_HIGH_RATE = 1e-3  # learning rate of AdamW below which no policy breaks within a few steps
+MIN_FAR_KL = 0.3  # nats per token
+MIN_FAR_ENTROPY = math.log(2)  # or of the entropy, which doubled or halved
+
+
+def rate_too_high(history: RunHistory, t: int) -> Change | None:
+    "Within the first steps of a high learning rate groups lose their signal, and the policy is far from its beginning."
+    indices, share = history.finite("frac_reward_zero_std", t)
+    rate = float(np.nanmax(history.columns["learning_rate"][: t + 1], initial=0.0))
+    if rate < MIN_HIGH_RATE or not 3 <= len(share) <= STEPS_BEFORE or indices[-1] != t:
+        return None
+    kl = history.finite("kl", t)[1]
+    entropy = history.finite("entropy", t)[1]
+    far = len(kl) > 0 and kl[-1] >= MIN_FAR_KL
+    far |= (
+        len(entropy) > 1
+        and abs(math.log(max(entropy[-1], 1e-9) / max(entropy[0], 1e-9))) >= MIN_FAR_ENTROPY
+    )
+    now = float(share[-2:].mean())
+    if not far or now < 0.5 or now - share[0] < 0.25 or history.solved(t):
+        return None
+    ranking = by_sample(lambda g, i: 1.0 if i == 0 and has_no_signal(g.rewards) else -math.inf)
+    numbers = {"learning rate": rate, "without signal before": float(share[0]), "now": now}
+    return Change(int(indices[0]), numbers, ranking)
 
 # %% ../../nbs/insight/01_trends.ipynb #c78d5d53
 def length_pairs(record: StepRecord, name: str) -> list[np.ndarray]:
@@ -429,7 +467,8 @@ def ledger(
 RULES: dict[str, Rule] = {
     "reward fell": reward_fell,
     "entropy fell": jump_rule("entropy", -1, 4.0, by_sample(surest), size=5, slow=20.0),
-    "KL jumped": jump_rule("kl", 1, 5.0, kl_by_sample, least=0.02),
+    "KL jumped": jump_rule("kl", 1, 5.0, kl_by_sample, slow=15.0, least=0.02),
+    "learning rate too high": rate_too_high,
     "gradient norm jumped": jump_rule("grad_norm", 1, 4.0, gradient_by_sample),
     "reward follows length": follows_length,
     "zero-variance groups grew": zero_variance_grew,
@@ -444,7 +483,7 @@ def watch_run(
         StepRecord
     ],  # of a run: a list, `loop.records`, or a `Run` on disk; of a step twice, the later
     since: int = 0,  # only what was seen at this step or later
-) -> tuple[Trend, ...]:  # in the order in which they were seen; empty below ten steps
+) -> tuple[Trend, ...]:  # in the order in which they were seen; most rules need ten steps
     "What changed over the steps of a run: where it began, the numbers, the completions that show it, what to try."
     history = RunHistory(records)
     trends = list[Trend]()

@@ -214,7 +214,7 @@ async def _check_openai(cfg: Config, say: Callable[[str], Any]) -> list[Findings
         rows = (
             []
             if first.failed
-            else await _check_sampling(sampler, tokenizer, partial(_check_weights, cfg))
+            else await _check_sampling(sampler, tokenizer, partial(_check_weights, cfg), say)
         )
         return [facts, Findings([*first, *rows], first.title)]
     finally:
@@ -288,7 +288,9 @@ async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Findin
     ]
 
 
-async def _check_sampling(sampler: Sampler, tokenizer: Any, more: Any = None) -> list[Finding]:
+async def _check_sampling(
+    sampler: Sampler, tokenizer: Any, more: Any = None, say: Callable[[str], Any] | None = None
+) -> list[Finding]:
     "The checks of a sampler next to its trainer; one that cannot be made is left open, by name."
     from rl_notebook.backends.services.openai import CHECK_TEXT
     from rl_notebook.backends.contract import check_endings, check_temperature, with_fixes
@@ -302,6 +304,8 @@ async def _check_sampling(sampler: Sampler, tokenizer: Any, more: Any = None) ->
         **({"sampled and scored": more} if more else {}),
     }
     for name, ask in asked.items():
+        if say is not None:
+            say(f"checking: {name}")
         try:
             rows += await ask(sampler, tokens)
         except RLNotebookError as error:
