@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
+import test_trainers
 import test_trl_words
 import torch
 from test_trl_words import CASES, LENGTHS, case_id
@@ -29,6 +31,7 @@ from rl_notebook.config.config import Config
 from rl_notebook.core.types import ConfigError
 from rl_notebook.recipes import conversion
 from rl_notebook.recipes.conversion import TRL_DEFAULTS, config_of_trl, convert, settled
+from rl_notebook.recipes.to_trainer import terms_there
 from rl_notebook.task.rewards import make_soft_overlong
 from rl_notebook.task.toy import toy_format_reward, toy_reward
 
@@ -175,6 +178,62 @@ def test_the_penalty_for_length_is_trls() -> None:
     ours = make_soft_overlong(20, 8)
     ids = [list(range(n)) for n in range(1, 21)]
     assert [ours("", row) for row in ids] == pytest.approx(get_soft_overlong_punishment(20, 8)(ids))
+
+
+# --- verl and SkyRL -------------------------------------------------------------------------------------------------
+
+CLIPPED: dict[str, Any] = {
+    "policy_loss": "ppo",
+    "kl_beta": 0.0,
+    "advantage_eps": 1e-6,
+    "eps_clip": 0.2,
+}
+BY_CONSTANT: dict[str, Any] = {"aggregation": "constant", "max_completion_tokens": 64}
+OURS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # trainer, settings of a recorded case, the same in our config
+    ("verl", {}, {"eps_clip_c": 3.0}),
+    ("verl", {"kl_beta": 1e-3}, {"eps_clip_c": 3.0, "kl_beta": 1e-3}),
+    ("verl", {"aggregation": "sequence_mean", "eps_clip_high": 0.28},
+     {"aggregation": "sequence_mean", "eps_clip_high": 0.28, "eps_clip_c": 3.0}),
+    ("verl", BY_CONSTANT, {**BY_CONSTANT, "eps_clip_c": 3.0}),
+    ("SkyRL", {}, {"kl_beta": 1e-3}),
+    ("SkyRL", {"eps_clip_c": 3.0, "kl_beta": 0.0}, {"eps_clip_c": 3.0}),
+    ("SkyRL", BY_CONSTANT, {**BY_CONSTANT, "kl_beta": 1e-3}),
+    ("SkyRL", {"aggregation": "prompt_mean"}, {"aggregation": "prompt_mean", "kl_beta": 1e-3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("title", "recorded", "ours"), OURS)
+def test_a_conversion_has_the_loss_that_verl_and_skyrl_computed(
+    title: str, recorded: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    "The recorded loss and gradient of the trainer's own code, for the settings that were written."
+    result = convert(Config(**CLIPPED | ours), title.lower())
+    kinds = {one.setting: one.kind for one in result.carried}
+    assert {
+        kinds[name] for name in ("policy_loss", "aggregation", "advantage_scale", "eps_clip")
+    } == {"exact"}
+    assert kinds.get("eps_clip_c", "exact") == "exact"
+    cases = test_trainers.GOLDEN["cases"]
+    (case,) = [c for c in cases if (c["trainer"], c["settings"]) == (title, recorded)]
+    for number in range(2):
+        converted = {**case, "settings": terms_there(result)}
+        assert test_trainers.difference(converted, number, {}) < 1e-6
+
+
+@pytest.mark.parametrize("trainer", ["verl", "skyrl"])
+def test_verl_and_skyrl_get_rows_rewards_and_options(tmp_path: Path, trainer: str) -> None:
+    cfg = Config(**CLIPPED | {k: v for k, v in RUN.items() if k != "device"})
+    folder = open_loop(cfg, [toy_reward, last_number]).to_trainer(trainer, tmp_path).folder
+    rows = pd.read_parquet(folder / "rows.parquet")
+    score = runpy.run_path(str(folder / "rewards.py"))["compute_score"]
+    right = f"2 3 #### {rows['reward_model'][0]['ground_truth']}"
+    assert rows["prompt"][0][0]["role"] == "user"
+    assert [score("", text, "", rows["extra_info"][0]) for text in (right, "3")] == [2.0, 0.0]
+    options = (folder / "run.sh").read_text()
+    assert "=rows.parquet" in options or "=[rows.parquet]" in options
+    assert "A training was not run" in (folder / "DIFFERENCES.md").read_text()
+    with pytest.raises(ConfigError, match="tokens, or async"):
+        open_loop(cfg, shorter).to_trainer(trainer, tmp_path / "other")
 
 
 # --- a script -------------------------------------------------------------------------------------------------------

@@ -474,20 +474,18 @@ def _trl_reason(name: str, cfg: Config, words: Mapping[str, Any]) -> tuple[str, 
 
 
 def compare_there(
-    cfg: Config, there: Config, reasons: Mapping[str, tuple[str, str]], default: str
+    here: Mapping[str, Any], there: Mapping[str, Any], reasons: Mapping[str, tuple[str, str]]
 ) -> Iterator[Carried]:
     "Each setting that decides what is learned, with its value there; a value that differs is not exact."
-    here = settled(cfg)
-    theirs = settled(there)
-    same_loss = here["policy_loss"] == theirs["policy_loss"]
+    same_loss = here["policy_loss"] == there["policy_loss"]
     for name, value in here.items():
         if name in SURROGATE_PARAM_NAMES and (value is None or not same_loss):
             continue
-        other = theirs.get(name, value)
+        other = there.get(name, value)
         kind, why = reasons.get(name, ("exact", ""))
         if kind == "exact" and not same_value(value, other):
             kind = "impossible"
-            why = default
+            why = "there is no such setting"
         yield Carried(name, value, other, kind, why)
 
 # %% ../../nbs/recipes/08_conversion.ipynb #423af008
@@ -498,7 +496,7 @@ class Conversion:
     trainer: str
     version: str  # of the trainer, whose names these are
     settings: Mapping[str, Any]  # by their names
-    there: Config  # what they mean, in our words
+    there: Mapping[str, Any]  # what they mean, in our words
     carried: tuple[Carried, ...]
 
     def of_kind(self, kind: str) -> list[Carried]:
@@ -512,19 +510,279 @@ class Conversion:
         return "\n".join(lines)
 
 # %% ../../nbs/recipes/08_conversion.ipynb #8a85fa97
+ROOTS = {
+    "A": "actor_rollout_ref.actor",
+    "R": "actor_rollout_ref.rollout",
+    "M": "actor_rollout_ref.model",
+    "L": "trainer.algorithm",
+    "S": "generator.sampling_params",
+    "P": "trainer.policy.optimizer_config",
+}
+PATHS = """
+                        verl                        skyrl
+base_model              M.path                      trainer.policy.model.path
+completions_per_prompt  R.n                         generator.n_samples_per_prompt
+prompt_groups_per_step  data.train_batch_size       trainer.train_batch_size
+max_completion_tokens   data.max_response_length    S.max_generate_length
+temperature             R.temperature               S.temperature
+top_p                   R.top_p                     S.top_p
+min_p                   -                           S.min_p
+repetition_penalty      -                           S.repetition_penalty
+epochs                  trainer.total_epochs        trainer.epochs
+steps                   trainer.total_training_steps trainer.max_training_steps
+seed                    data.seed                   trainer.seed
+shuffle                 data.shuffle                -
+learning_rate           A.optim.lr                  P.lr
+weight_decay            A.optim.weight_decay        P.weight_decay
+grad_clip_norm          A.optim.clip_grad           P.max_grad_norm
+lora_rank               M.lora_rank                 trainer.policy.model.lora.rank
+kl_beta                 A.kl_loss_coef              L.kl_loss_coef
+eps_clip                A.clip_ratio_low            L.eps_clip_low
+eps_clip_high           A.clip_ratio_high           L.eps_clip_high
+entropy_coeff           A.entropy_coeff             -
+"""
+WORDS: Mapping[
+    str, Mapping[str, tuple[str, Mapping[Any, Any]]]
+] = {  # trainer: setting: path, words
+    "verl": {
+        "policy_loss": ("A.policy_loss.loss_mode", {"ppo": "vanilla"}),
+        "aggregation": (
+            "A.loss_agg_mode",
+            {
+                "token_mean": "token-mean",
+                "sequence_mean": "seq-mean-token-mean",
+                "sample_mean": "seq-mean-token-sum",
+                "constant": "seq-mean-token-sum-norm",
+                "sum": "token-sum",
+            },
+        ),
+        "advantage_scale": ("algorithm.norm_adv_by_std_in_grpo", {"std": True, "none": False}),
+        "kl_estimator": ("A.kl_loss_type", {"k3": "low_var_kl"}),
+        "lr_scheduler_type": ("A.optim.lr_scheduler_type", {"constant": "constant"}),
+    },
+    "skyrl": {
+        "policy_loss": ("L.policy_loss_type", {"ppo": "regular"}),
+        "aggregation": (
+            "L.loss_reduction",
+            {
+                "token_mean": "token_mean",
+                "sequence_mean": "sequence_mean",
+                "prompt_mean": "prompt_mean",
+                "constant": "seq_mean_token_sum_norm",
+            },
+        ),
+        "advantage_scale": ("L.grpo_norm_by_std", {"std": True, "none": False}),
+        "kl_estimator": ("L.kl_estimator_type", {"k3": "k3"}),
+        "lr_scheduler_type": ("P.scheduler", {"constant": "constant"}),
+        "overlong": ("generator.apply_overlong_filtering", {"keep": False, "mask": True}),
+    },
+}
+VERSIONS = {"trl": TRL_VERSION, "verl": "0.9.1", "skyrl": "a956457"}
+ALSO_FIXED = {  # what is so there: of both trainers
+    "advantage_eps": 1e-6,
+    "drop_zero_variance_groups": False,
+    "dtype": "bfloat16",
+}
+WHY_THERE: Mapping[str, tuple[str, str]] = {
+    "advantage_eps": ("factor", "advantages are (std + eps) / (std + 0.000001) times as large"),
+    "drop_zero_variance_groups": (
+        "factor",
+        "groups without signal count in the denominator: the gradient is multiplied by the share of the others",
+    ),
+    "dtype": (
+        "factor",
+        "the forward pass computes in bfloat16: the last bits of the logprobs differ",
+    ),
+    "policy_loss": ("impossible", "the clipped loss was written in its place"),
+}
+
+
+def paths_of(trainer: str) -> dict[str, str]:  # by setting
+    "The column of a trainer."
+    text: str = PATHS
+    table = [line.split() for line in text.strip().splitlines()]
+    head, *lines = table
+    column = head.index(trainer) + 1
+    return {
+        name: full_path(cells[column - 1]) for name, *cells in lines if cells[column - 1] != "-"
+    }
+
+
+def full_path(path: str) -> str:
+    "A path with its beginning written out."
+    root, dot, rest = path.partition(".")
+    return f"{ROOTS[root]}{dot}{rest}" if root in ROOTS else path
+
+# %% ../../nbs/recipes/08_conversion.ipynb #afbee04f
+def _sizes_there(cfg: Config, trainer: str, processes: int) -> dict[str, Any]:
+    "Batch sizes, lengths, and switches that follow from other settings."
+    prompts = cfg.prompt_groups_per_step
+    if prompts % cfg.ppo_n_minibatches:
+        fix = f"Set prompt_groups_per_step to a multiple of {cfg.ppo_n_minibatches}."
+        raise ConfigError(
+            "prompt_groups_per_step",
+            got=prompts,
+            expected="the same number for each update",
+            fix=fix,
+        )
+    update = prompts // cfg.ppo_n_minibatches
+    micro = trl_batches(cfg, processes)["per_device_train_batch_size"]
+    room = cfg.max_seq_len - cfg.max_completion_tokens
+    constant = cfg.max_completion_tokens if cfg.aggregation == "constant" else None
+    s = settled(cfg)
+    cut = s["eps_clip_c"]
+    betas = [cfg.adam_beta1, cfg.adam_beta2]
+    top_k = cfg.top_k or -1
+    if trainer == "verl":
+        sizes = {
+            "A.ppo_mini_batch_size": update,
+            "A.ppo_micro_batch_size_per_gpu": micro,
+            "A.ppo_epochs": 1,
+        }
+        sizes |= {
+            "R.log_prob_micro_batch_size_per_gpu": micro,
+            "R.tensor_model_parallel_size": 1,
+            "R.name": "vllm",
+        }
+        sizes |= {"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro}
+        sizes |= {
+            "algorithm.adv_estimator": "grpo",
+            "data.max_prompt_length": room,
+            "R.top_k": top_k,
+        }
+        sizes |= {
+            "A.optim.betas": betas,
+            "A.optim.lr_warmup_steps": cfg.warmup_steps * cfg.ppo_n_minibatches,
+        }
+        sizes |= {
+            "A.use_kl_loss": cfg.kl_beta > 0,
+            "A.clip_ratio_c": NO_CLIP if cut is None else cut,
+        }
+        sizes |= {
+            "A.loss_scale_factor": constant,
+            "trainer.n_gpus_per_node": processes,
+            "trainer.val_before_train": False,
+        }
+        sizes |= {"M.lora_alpha": int(cfg.lora_alpha)} if cfg.lora_rank else {}
+    else:
+        sizes = {"trainer.policy_mini_batch_size": update, "trainer.update_epochs_per_batch": 1}
+        sizes |= {"trainer.critic_mini_batch_size": update}
+        sizes |= {
+            "trainer.micro_train_batch_size_per_gpu": micro,
+            "trainer.micro_forward_batch_size_per_gpu": micro,
+        }
+        sizes |= {
+            "L.advantage_estimator": "grpo",
+            "trainer.max_prompt_length": room,
+            "S.top_k": top_k,
+        }
+        sizes |= {
+            "P.adam_betas": betas,
+            "P.num_warmup_steps": cfg.warmup_steps * cfg.ppo_n_minibatches,
+        }
+        sizes |= {"L.use_kl_loss": cfg.kl_beta > 0, "L.max_seq_len": constant}
+        sizes |= (
+            {"L.policy_loss_type": "dual_clip", "L.clip_ratio_c": cut} if cut is not None else {}
+        )
+        sizes |= {
+            "trainer.placement.policy_num_gpus_per_node": processes,
+            "trainer.eval_before_train": False,
+        }
+        sizes |= {"trainer.placement.ref_num_gpus_per_node": processes, "trainer.eval_interval": -1}
+        sizes |= {"generator.inference_engine.num_engines": processes, "trainer.logger": "console"}
+        sizes |= {"trainer.policy.model.lora.alpha": int(cfg.lora_alpha)} if cfg.lora_rank else {}
+    return {full_path(path): value for path, value in sizes.items()}
+
+
+SIZED = (
+    "eps_clip_c",
+    "adam_beta1",
+    "adam_beta2",
+    "top_k",
+    "warmup_steps",
+    "ppo_n_minibatches",
+    "lora_alpha",
+)
+UNLIMITED = ("ratio_log_cap",)  # 20 in both, as here
+
+
+def _reason_there(name: str, cfg: Config, trainer: str) -> tuple[str, str] | None:
+    "Kind and reason of a setting that keeps its value and is not exact; None for the others."
+    split = cfg.ppo_n_minibatches > 1
+    if name == "policy_loss" and cfg.policy_loss == "grpo" and not split:
+        return (
+            "factor",
+            "the gradient is equal, since each completion is trained once and its ratio is 1; the loss has another value",
+        )
+    if name == "base_model" and cfg.base_model in ("tiny", "smollm2"):
+        return "factor", "a model that ships with this package: export it, and give its folder"
+    if (
+        name == "kl_beta"
+        and cfg.kl_beta
+        and trainer == "skyrl"
+        and cfg.aggregation != "sequence_mean"
+    ):
+        return "factor", "the KL term is a mean over completions, and k3 is cut at 10"
+    if name == "kl_beta" and cfg.kl_beta:
+        return "factor", "k3 is cut at 10"
+    if name == "ppo_n_minibatches" and split:
+        return "factor", "the parts are whole prompts, in another order"
+    return None
+
+
+def convert_paths(cfg: Config, trainer: str, processes: int) -> Conversion:
+    "A conversion to settings by path."
+    names = paths_of(trainer)
+    words = {name: (full_path(path), values) for name, (path, values) in WORDS[trainer].items()}
+    here = settled(cfg)
+    settings = dict[str, Any]()
+    there = dict[str, Any]()
+    reasons = dict[str, tuple[str, str]]()
+    defaults = Config().flat() | ALSO_FIXED
+    for name, value in here.items():
+        there[name] = defaults[name]
+        if name in words:
+            path, values = words[name]
+            there[name] = value if value in values else next(iter(values))
+            settings[path] = values[there[name]]
+        elif name in names and value is not None:
+            off = name == "grad_clip_norm" and value == 0
+            settings[names[name]] = NO_CLIP if off else value
+            there[name] = value
+        elif name in SIZED or (name in UNLIMITED and value in (None, 20.0)):
+            there[name] = value
+        reason = _reason_there(name, cfg, trainer)
+        if reason is None and not same_value(value, there[name]):
+            reason = WHY_THERE.get(
+                name, ("impossible", f"{trainer} has no such setting, or none that was compared")
+            )
+        if reason is not None:
+            reasons[name] = reason
+    settings |= _sizes_there(cfg, trainer, processes)
+    if there["policy_loss"] != here["policy_loss"]:
+        there |= {"eps_clip": 0.2, "eps_clip_high": 0.2}
+    return Conversion(
+        trainer, VERSIONS[trainer], settings, there, tuple(compare_there(here, there, reasons))
+    )
+
+# %% ../../nbs/recipes/08_conversion.ipynb #d93b6bf0
 def convert(
     cfg: Config,
-    trainer: str = "trl",
+    trainer: str = "trl",  # or "verl", "skyrl"
     processes: int = 1,  # on which it will run
 ) -> Conversion:
     """A config in the names of another trainer; raises `ConfigError` for an unknown trainer and for an asynchronous loop.
 
     A setting is exact only if what was written means the same when it is read back."""
-    if trainer != "trl":
-        raise ConfigError("trainer", got=quoted(trainer), expected="trl")
+    if trainer not in VERSIONS:
+        fix = "For others, rln.compare_trainers(record) says what differs."
+        expected = " or ".join(VERSIONS)
+        raise ConfigError("trainer", got=quoted(trainer), expected=expected, fix=fix)
     if cfg.recipe != "rl_loop":
         fix = "Set recipe='rl_loop', and turn on rollouts that run ahead there."
         raise ConfigError("recipe", got=quoted(cfg.recipe), expected="'rl_loop'", fix=fix)
+    if trainer != "trl":
+        return convert_paths(cfg, trainer, processes)
     words = trl_words(cfg, processes)
     known: dict[str, Any] = {"base_model": cfg.base_model, "lora_rank": cfg.lora_rank}
     if cfg.lora_rank:
@@ -539,5 +797,5 @@ def convert(
         reason = _trl_reason(name, cfg, words)
         if reason is not None:
             reasons[name] = reason
-    carried = tuple(compare_there(cfg, there, reasons, "TRL has no such setting"))
-    return Conversion("trl", TRL_VERSION, words, there, carried)
+    carried = tuple(compare_there(settled(cfg), settled(there), reasons))
+    return Conversion("trl", TRL_VERSION, words, settled(there), carried)

@@ -8,15 +8,19 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import io
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from ..config.aliases import read_yaml
 from ..config.config import Config
@@ -260,19 +264,26 @@ def trl_script(
     )
 
 # %% ../../nbs/recipes/09_to_trainer.ipynb #ef8ef812
-TITLES = {"trl": ("TRL", "TRL, vLLM")}  # in `compare_trainers`, without and with a correction
+TITLES = {  # in `compare_trainers`, without and with a correction
+    "trl": ("TRL", "TRL, vLLM"),
+    "verl": ("verl", "verl"),
+    "skyrl": ("SkyRL", "SkyRL"),
+}
+NOT_RUN = (
+    "Its settings were checked against the trainer's own config, and its loss on recorded batches. A training was not run: it needs GPUs. "
+    "Where a reward function gives None, which leaves a completion out here, its part of the reward is 0."
+)
 GENERAL = (
     "Random numbers are drawn by other generators, so the order of shuffled rows, the samples and the initial weights of an "
     "adapter are not the same. What is said to be exact holds for the same completions."
 )
 
 
-def terms_there(there: Config) -> dict[str, Any]:
-    "The settings of a config that `compare_trainers` takes."
+def terms_there(conversion: Conversion) -> dict[str, Any]:
+    "What the settings that were written are in `compare_trainers`."
     known = {name for names in TERMS.values() for name in names} | {*SURROGATE_PARAM_NAMES}
-    values = {**settled(there), "max_completion_tokens": there.max_completion_tokens}
-    values.setdefault("kl_bias_correction", False)
-    return {name: v for name, v in values.items() if name in known and v is not None}
+    values = {"kl_bias_correction": False, **conversion.there}
+    return {name: v for name, v in values.items() if name in known}
 
 
 def differences_text(conversion: Conversion, record: StepRecord | None) -> str:
@@ -287,6 +298,8 @@ def differences_text(conversion: Conversion, record: StepRecord | None) -> str:
         "",
         GENERAL,
     ]
+    if conversion.trainer != "trl":
+        lines += ["", NOT_RUN]
     for kind, title in titles.items():
         carried = conversion.of_kind(kind)
         lines += ["", f"## {title}", ""]
@@ -300,14 +313,148 @@ def differences_text(conversion: Conversion, record: StepRecord | None) -> str:
     if record is None:
         lines.append("There is no recorded step. Train one, and convert again.")
         return "\n".join(lines) + "\n"
-    name = TITLES[conversion.trainer][conversion.there.tis != "off"]
-    compared = compare_trainers(record, {name: terms_there(conversion.there)})
+    name = TITLES[conversion.trainer][conversion.there["tis"] != "off"]
+    compared = compare_trainers(record, {name: terms_there(conversion)})
     lines += [f"Step {record.step}:", "", "```text", *compared.describe_trainer(name), "```"]
     return "\n".join(lines) + "\n"
 
 
 def _change(one: Carried) -> str:
     return f"`{one.here}`" if one.here == one.there else f"`{one.here}`, there `{one.there}`"
+
+# %% ../../nbs/recipes/09_to_trainer.ipynb #04b80434
+SCORE = """
+WEIGHTS = {weights}
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    "The weighted sum of REWARDS for one completion, as verl calls it."
+    row = json.loads((extra_info or {{}}).get("row", "{{}}"))
+    columns = {{name: [value] for name, value in row.items()}}
+    scores = [reward(completions=[solution_str], **columns)[0] for reward in REWARDS]
+    return sum(w * score for w, score in zip(WEIGHTS, scores, strict=True) if score is not None)
+"""
+SKYRL_MAIN = '''"""The experiment of a notebook in SkyRL {version}: bash run.sh"""
+
+import sys
+
+import ray
+from rewards import compute_score
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.entrypoints.main_base import BasePPOExp, validate_cfg
+from skyrl.train.utils import initialize_ray
+from skyrl_gym.envs import register
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+
+class Task(BaseTextEnv):
+    "One turn, graded by the reward functions of the notebook."
+
+    def __init__(self, env_config=None, extras=None):
+        super().__init__()
+        self.info = (extras or {{}}).get("extra_info", {{}})
+
+    def step(self, action):
+        reward = compute_score("notebook", action, None, self.info)
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={{}})
+
+
+@ray.remote(num_cpus=1)
+def train(cfg):
+    register(id="notebook", entry_point="train:Task")
+    BasePPOExp(cfg).run()
+
+
+if __name__ == "__main__":
+    cfg = SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])
+    validate_cfg(cfg)
+    initialize_ray(cfg)
+    ray.get(train.remote(cfg))
+'''
+
+
+def hydra_text(value: Any) -> str:
+    "A value as Hydra reads it."
+    if isinstance(value, list):
+        return f"[{','.join(hydra_text(v) for v in value)}]"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return str(value)
+
+
+def run_script(conversion: Conversion, command: str, files: Mapping[str, Any]) -> str:
+    "`run.sh`."
+    head = [
+        "#!/bin/bash",
+        f"# The experiment of a notebook in {conversion.trainer} {conversion.version}: bash run.sh",
+        'cd "$(dirname "$0")"',
+        f"{command} \\",
+    ]
+    values = {**conversion.settings, **files}
+    options = [f"  {shlex.quote(f'{path}={hydra_text(v)}')} \\" for path, v in values.items()]
+    return "\n".join([*head, *options, '  "$@"']) + "\n"
+
+
+def rows_parquet(rows: Sequence[Row]) -> bytes:
+    "Rows as verl and SkyRL read them; raises ConfigError for a prompt that is no conversation."
+    records = list[dict[str, Any]]()
+    for row in rows:
+        record = row_record(row)
+        prompt = record.pop("prompt")
+        if isinstance(prompt, str):
+            fix = "Give it in the column `question`."
+            raise ConfigError(
+                "rows", where=row.where, got="a text", expected="a conversation", fix=fix
+            )
+        truth = {"method": "rule", "ground_truth": str(record.get("answer", ""))}
+        columns = {"reward_model": truth, "reward_spec": truth, "env_class": "notebook"}
+        info = {"row": json.dumps(record, ensure_ascii=False)}
+        records.append({"data_source": "notebook", "prompt": prompt, **columns, "extra_info": info})
+    buffer = io.BytesIO()
+    pd.DataFrame(records).to_parquet(buffer)
+    return buffer.getvalue()
+
+
+def path_files(
+    conversion: Conversion,
+    cfg: Config,
+    rows: Sequence[Row],
+    fns: Sequence[RewardFn],
+    folder: Path,
+) -> dict[str, str | bytes]:
+    "The files of verl or SkyRL; raises ConfigError for a reward that reads what they do not hand over."
+    if cfg.overlong_buffer:
+        fix = "Set it to 0 here, and turn on the trainer's own penalty."
+        raise ConfigError("overlong_buffer", got=cfg.overlong_buffer, expected="0", fix=fix)
+    for fn in fns:
+        if "tokens" in inspect.signature(fn.function).parameters or fn.is_async:
+            where = f"reward function {fn.name!r}"
+            fix = "Write it as a plain function of the text and columns."
+            raise ConfigError(
+                "reward",
+                where=where,
+                got="tokens, or async",
+                expected="a function of a text",
+                fix=fix,
+            )
+    rewards = rewards_text(fns, rows, cfg, folder)
+    rewards = rewards.replace("import annotations\n", "import annotations\n\nimport json\n", 1)
+    rewards += SCORE.format(weights=[fn.weight for fn in fns])
+    files: dict[str, str | bytes] = {"rewards.py": rewards, "rows.parquet": rows_parquet(rows)}
+    if conversion.trainer == "verl":
+        named: dict[str, Any] = {
+            "data.train_files": "rows.parquet",
+            "data.val_files": "rows.parquet",
+        }
+        named |= {"reward.custom_reward_function.path": "rewards.py"}
+        named |= {"trainer.logger": ["console"]}
+        files["run.sh"] = run_script(conversion, "python -m verl.trainer.main_ppo", named)
+        return files
+    named = {"data.train_data": ["rows.parquet"], "data.val_data": ["rows.parquet"]}
+    named |= {"environment.env_class": "notebook"}
+    files["run.sh"] = run_script(conversion, "python train.py", named)
+    files["train.py"] = SKYRL_MAIN.format(version=conversion.version)
+    return files
 
 # %% ../../nbs/recipes/09_to_trainer.ipynb #4f8e5643
 @dataclass(frozen=True, repr=False)
@@ -327,6 +474,8 @@ MARKS = {  # by file: a text that only this package writes there
     "train.py": '"""The experiment of a notebook in',
     "rewards.py": REWARDS_HEAD.strip(),
     "DIFFERENCES.md": " and the notebook\n",
+    "run.sh": "# The experiment of a notebook in",
+    "rows.parquet": "ground_truth",
     "rows.jsonl": '{"prompt": ',
     "eval_rows.jsonl": '{"prompt": ',
 }
@@ -348,19 +497,23 @@ def write_trainer(
         cfg = replace(cfg, eval_rows=0, eval_interval=0, keep_best=None)
     conversion = convert(cfg, trainer, processes)
     weights = [*(fn.weight for fn in fns), *([1.0] if cfg.overlong_buffer else [])]
-    texts = {
-        "train.py": trl_script(conversion, cfg, weights, processes),
-        "rewards.py": rewards_text(fns, rows, cfg, folder),
-        "rows.jsonl": rows_text(rows),
-    }
-    if eval_rows and cfg.eval_interval:
-        texts["eval_rows.jsonl"] = rows_text(eval_rows)
+    texts: dict[str, str | bytes]
+    if trainer == "trl":
+        texts = {
+            "train.py": trl_script(conversion, cfg, weights, processes),
+            "rewards.py": rewards_text(fns, rows, cfg, folder),
+            "rows.jsonl": rows_text(rows),
+        }
+        if eval_rows and cfg.eval_interval:
+            texts["eval_rows.jsonl"] = rows_text(eval_rows)
+    else:
+        texts = path_files(conversion, cfg, rows, fns, folder)
     texts["DIFFERENCES.md"] = differences_text(conversion, record)
     for name in texts:
         check_replaceable(folder / name, MARKS[name], "to_trainer")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
     return Written(folder, tuple(folder / name for name in texts), conversion)
 
 
