@@ -138,6 +138,9 @@ UNDERSTOOD = {
     "rewards/format is not 1": "not rewards/format = 1",
     "I am sorry": 'text contains "I am sorry"',
     "14 19": 'text contains "14 19"',
+    'reward is 1 and the text does not contain "####"': 'reward = 1 and text lacks "####"',
+    'prompt mentions "train"': 'prompt contains "train"',
+    "the answer is 5": 'text contains "the answer is 5"',
     "finish_reason is length and trainer TRL": 'finish_reason = "length" and trainer contains "TRL"',
     "reward ~0.5": "reward 0.45..0.55",
 }  # fmt: skip

@@ -301,13 +301,14 @@ NAMES = {
 }
 WORDS = OPERATORS | {
     "equals": "is", "over": ">", "under": "<", "more than": ">", "less than": "<", "greater than": ">",
-    "has": "contains", "with": "contains", "without": "lacks",
+    "has": "contains", "with": "contains", "mentions": "contains", "without": "lacks",
 }  # fmt: skip
 CAN_BE_ASKED = (
     'conditions such as reward 1, reward >0.5, length 3..7, step 12, "####", no "sorry", prompt "apples", '
     "finish_reason length, reward none, with and, or, or a comma in between"
 )
 _WORD = "|".join(re.escape(w) for w in sorted(WORDS, key=len, reverse=True) if w[:1].isalpha())
+_ARTICLE = re.compile(r"the\s+(?=\S)", re.IGNORECASE)
 _NEGATION = re.compile(r"(?:no|not)(?:\s+|(?=\x00))", re.IGNORECASE)
 _NAME = re.compile(r"[^\s=<>!~≈≤≥:\x00]+")
 _OPERATOR = re.compile(rf"\s*((?:{_WORD})(?!\w)|[=<>!~≈≤≥:]+)?\s*", re.IGNORECASE)
@@ -368,6 +369,9 @@ def _condition(question: str, part: str, texts: Sequence[str]) -> Condition:
     negation = _NEGATION.match(part)
     rest = part[negation.end() :] if negation else part
     rest = _COUNT.sub(r"length \1", rest) if _COUNT.fullmatch(rest) else rest
+    named = _ARTICLE.sub("", rest, 1) if _ARTICLE.match(rest) else rest
+    if (first := _NAME.match(named)) and known_name(first[0]) in (*NUMBERS, *TEXTS):
+        rest = named  # "the text" is the column
     first = _NAME.match(rest)
     typed = first[0] if first else ""
     name = typed if typed.startswith("rewards/") else NAMES.get(typed.lower(), known_name(typed))
