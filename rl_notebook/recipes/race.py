@@ -214,7 +214,7 @@ class Race:
     ) -> pd.DataFrame:
         """The seeds that a race of so many steps needs to find a difference, by how much the pairs of this race vary.
 
-        Raises `RecordError` before the first look."""
+        The power is that of the last look; earlier looks add to it. Raises `RecordError` before the first look."""
         wanted = self.difference if difference is None else difference
         stds = np.max([self.differences(v).std(0, ddof=1) for v in [*self.curves][1:]], axis=0)
         if not len(stds):
@@ -262,7 +262,7 @@ class Race:
             text = "took the same values in every pair so far; do their settings differ in effect?"
             lines.append(f"{variant} and {self.first} {text}")
         if self.taken and not (self.decided or same):
-            needed = self.plan().iloc[-1]
+            needed = self.plan().to_dict("records")[-1]
             lines.append(
                 f"a difference of {self.difference:g} takes about {needed['seeds']} seeds of {needed['steps']} steps"
             )
