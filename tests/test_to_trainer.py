@@ -279,13 +279,19 @@ def open_loop(cfg: Config, rewards: Any = None) -> rln.GRPOLoop:
     return rln.GRPOLoop(backend, rln.toy_rows(40), rewards or fns, cfg)
 
 
-def run_script(folder: Path) -> tuple[Any, list[rln.StepRecord]]:
-    "Run the script in this process, recorded."
+def make_trainer(folder: Path) -> Any:
+    "The trainer of a script, in this process."
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         patch.delitem(sys.modules, "rewards", raising=False)
-        trainer = runpy.run_path(str(folder / "train.py"))["make_trainer"]()
+        made = runpy.run_path(str(folder / "train.py"))["make_trainer"]
         sys.modules.pop("rewards")
+        return made()
+
+
+def run_script(folder: Path) -> tuple[Any, list[rln.StepRecord]]:
+    "Run the script in this process, recorded."
+    trainer = make_trainer(folder)
     watched = rln.watch(trainer, folder / "run")
     trainer.train()
     assert not watched.ended
@@ -386,6 +392,9 @@ def test_the_page_says_what_differs_on_the_recorded_step(tmp_path: Path) -> None
     for name in ("policy_loss", "advantage_eps", "drop_zero_variance_groups"):
         assert f"- **{name}** " in text
     assert "Step 1:" in text
+    for_two = loop.to_trainer("trl", tmp_path / "two", processes=2).folder
+    with pytest.raises(SystemExit, match="for 2 processes, and 1 run"):
+        make_trainer(for_two)
     assert "TRL: " in text
     (tmp_path / "out" / "train.py").write_text("print('mine')\n")
     with pytest.raises(ConfigError, match="something that this package did not write"):

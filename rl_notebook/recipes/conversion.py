@@ -30,45 +30,17 @@ from ..runs.watch import _WORDS, _WORDS_OF, _WORDS_OF_VLLM
 __all__ = ['trl_words', 'config_of_trl', 'Carried', 'Conversion', 'convert']
 
 # %% ../../nbs/recipes/08_conversion.ipynb #59161965
-LOCAL = frozenset(
-    [
-        "dataset",
-        "dataset_config",
-        "dataset_split",
-        "dataset_eval_split",
-        "dataset_streaming",
-        "dataset_columns",
-        "system_prompt",
-        "max_rows",
-        "rewards",
-        "reward_weights",
-        "overlong_buffer",
-        "reward_timeout",
-        "max_concurrent_rewards",
-        "eval_pass_reward",
-        "max_seq_len",
-        "top_logprobs",
-        "max_concurrent",
-        "sync_audit",
-        "kl_metric",
-        "loss_path",
-        "min_samples_per_fwd_bwd",
-        "max_samples_per_fwd_bwd",
-        "backend",
-        "device",
-        "log_path",
-        "run_name",
-        "report_to",
-        "log_completions",
-        "dcp_save_interval",
-        "max_concurrency_rollout_sample",
-        "min_group_size",
-        "max_incomplete_group_retries",
-        "rollout_retries",
-        "on_template_mismatch",
-        "max_rollout_failure_rate",
-    ]
-) | {f.name for theme in (ServiceSettings, FireworksConfigs, SubConfigs) for f in fields(theme)}
+_LOCAL = """
+    dataset dataset_config dataset_split dataset_eval_split dataset_streaming dataset_columns system_prompt max_rows
+    rewards reward_weights overlong_buffer reward_timeout max_concurrent_rewards eval_pass_reward
+    max_seq_len top_logprobs max_concurrent sync_audit kl_metric loss_path
+    min_samples_per_fwd_bwd max_samples_per_fwd_bwd backend device log_path run_name report_to log_completions
+    dcp_save_interval max_concurrency_rollout_sample min_group_size max_incomplete_group_retries rollout_retries
+    on_template_mismatch max_rollout_failure_rate
+"""
+LOCAL = frozenset(_LOCAL.split()) | {
+    f.name for theme in (ServiceSettings, FireworksConfigs, SubConfigs) for f in fields(theme)
+}
 
 # %% ../../nbs/recipes/08_conversion.ipynb #a44f1d2f
 NO_CLIP = 1e9  # a bound that no ratio reaches: log ratios are capped at 20
@@ -105,29 +77,14 @@ def settled(cfg: Config) -> dict[str, Any]:  # by setting, flat
     return {name: v for name, v in values.items() if name not in unused}
 
 # %% ../../nbs/recipes/08_conversion.ipynb #6f8ced05
-_TRL_SAME = [
-    "num_generations",
-    "max_completion_length",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "chat_template_kwargs",
-    "num_train_epochs",
-    "shuffle_dataset",
-    "seed",
-    "learning_rate",
-    "lr_scheduler_type",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "weight_decay",
-    "max_grad_norm",
-    "beta",
-    "off_policy_mask_threshold",
-]
-TRL_SAME: Mapping[str, str] = {RENAMED.get(name, name): name for name in _TRL_SAME}  # by ours
+_TRL_SAME = """
+num_generations max_completion_length temperature top_p top_k min_p repetition_penalty chat_template_kwargs
+num_train_epochs shuffle_dataset seed learning_rate lr_scheduler_type adam_beta1 adam_beta2 adam_epsilon weight_decay
+max_grad_norm beta off_policy_mask_threshold
+"""
+TRL_SAME: Mapping[str, str] = {
+    RENAMED.get(name, name): name for name in _TRL_SAME.split()
+}  # by ours
 _TRL_KINDS = {
     preset["aggregation"]: kind
     for kind, preset in TRL_PRESETS.items()
@@ -263,40 +220,12 @@ TRL_DEFAULTS: Mapping[str, Any] = {
     "generation_batch_size": None, "num_iterations": 1, "bf16": None, "fp16": False,
 }  # fmt: skip
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
-_COUNTS = [
-    "num_iterations",
-    "steps_per_generation",
-    "generation_batch_size",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "max_steps",
-    "warmup_steps",
-    "lr_scheduler_kwargs",
-    "eval_strategy",
-    "eval_steps",
-    "num_generations_eval",
-    "bf16",
-    "fp16",
-    "use_vllm",
-]
-_TRL_LOCAL = frozenset(
-    [
-        "disable_dropout",
-        "model_init_kwargs",
-        "trust_remote_code",
-        "log_completions",
-        "num_completions_to_print",
-        "log_unique_prompts",
-        "log_multimodal",
-        "log_completions_hub_repo",
-        "pad_to_multiple_of",
-        "ds3_gather_for_generation",
-        "cache_implementation",
-        "use_transformers_paged",
-        "use_transformers_continuous_batching",
-        "transformers_continuous_batching_config",
-    ]
-)
+_COUNTS = """num_iterations steps_per_generation generation_batch_size per_device_train_batch_size
+gradient_accumulation_steps max_steps warmup_steps lr_scheduler_kwargs eval_strategy eval_steps num_generations_eval bf16
+fp16 use_vllm"""
+_TRL_LOCAL = """disable_dropout model_init_kwargs trust_remote_code log_completions num_completions_to_print log_unique_prompts
+    log_multimodal log_completions_hub_repo pad_to_multiple_of ds3_gather_for_generation cache_implementation
+    use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config"""
 
 
 def changes_nothing(name: str) -> bool:
@@ -305,7 +234,7 @@ def changes_nothing(name: str) -> bool:
 
     of_transformers = {f.name for f in fields(TrainingArguments)} - {*TRL_DEFAULTS, "optim"}
     of_vllm = name.startswith("vllm_") and name not in _WORDS_OF_VLLM
-    return name in _TRL_LOCAL or name in of_transformers or of_vllm
+    return name in _TRL_LOCAL.split() or name in of_transformers or of_vllm
 
 
 def _loss_names(words: Mapping[str, Any]) -> set[str]:
@@ -355,7 +284,7 @@ def config_of_trl(
 ) -> tuple[Config, tuple[str, ...]]:  # and what could not be carried over, in sentences
     "An experiment of TRL as a config; raises `ConfigError` for batches of TRL that do not divide."
     words = {**TRL_DEFAULTS, **settings}
-    counts = {name: words[name] for name in ("num_generations", *_COUNTS) if name in words}
+    counts = {name: words[name] for name in ("num_generations", *_COUNTS.split()) if name in words}
     planned = plan(counts, processes=processes)
     if planned.problems:
         raise ConfigError("GRPOConfig", got=planned.problems[0], expected="batches that divide")
@@ -366,7 +295,7 @@ def config_of_trl(
         notes.append(
             f"num_iterations={words['num_iterations']}: each sample is trained on once here"
         )
-    read = {name: value for name, value in words.items() if name not in _COUNTS}
+    read = {name: value for name, value in words.items() if name not in _COUNTS.split()}
     unread = _all_loss_names() - _loss_names(words)
     known = {*RENAMED, *OTHER_WORDS, *NEUTRAL, *(f.name for f in fields(Config))}
     kept = dict[str, Any]()
@@ -599,9 +528,7 @@ WHY_THERE: Mapping[str, tuple[str, str]] = {
 
 def paths_of(trainer: str) -> dict[str, str]:  # by setting
     "The column of a trainer."
-    text: str = PATHS
-    table = [line.split() for line in text.strip().splitlines()]
-    head, *lines = table
+    head, *lines = [line.split() for line in str(PATHS).strip().splitlines()]
     column = head.index(trainer) + 1
     return {
         name: full_path(cells[column - 1]) for name, *cells in lines if cells[column - 1] != "-"

@@ -205,6 +205,8 @@ def read_rows(name):
 def make_trainer():
     args = GRPOConfig(
 {settings}    )
+    if args.world_size != {processes}:
+        raise SystemExit(f"The batch sizes are for {processes} processes, and {{args.world_size}} run: convert again.")
     return {cls}(
         MODEL,
         reward_funcs=REWARDS,
