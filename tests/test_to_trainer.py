@@ -386,12 +386,15 @@ def test_a_script_is_read_without_running_it(two_steps: Any) -> None:
 
 def test_the_page_says_what_differs_on_the_recorded_step(tmp_path: Path) -> None:
     "A default config differs from TRL; the comparison is that of `compare_trainers` for what was written."
-    loop = open_loop(Config(**RUN, steps=1), [toy_reward, toy_format_reward])
-    asyncio.run(loop.run(progress=False))
+    loop = open_loop(Config(**RUN | {"prompt_groups_per_step": 3}), [toy_reward, toy_format_reward])
+    asyncio.run(loop.run(1, progress=False))
     text = loop.to_trainer("trl", tmp_path / "out").folder.joinpath("DIFFERENCES.md").read_text()
     for name in ("policy_loss", "advantage_eps", "drop_zero_variance_groups"):
         assert f"- **{name}** " in text
     assert "Step 1:" in text
+    assert "leaves out the 1 rows" in text
+    endless = open_loop(Config(**RUN, steps=1000)).to_trainer("trl", tmp_path / "endless")
+    assert endless.conversion.settings["max_steps"] == 10
     for_two = loop.to_trainer("trl", tmp_path / "two", processes=2).folder
     with pytest.raises(SystemExit, match="for 2 processes, and 1 run"):
         make_trainer(for_two)

@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -187,6 +188,7 @@ On several GPUs: accelerate launch --num_processes {processes} train.py, with FS
 """
 
 import json
+import os
 from pathlib import Path
 
 from datasets import Dataset
@@ -203,10 +205,11 @@ def read_rows(name):
 
 {trainer_class}
 def make_trainer():
+    running = int(os.environ.get("WORLD_SIZE", "1"))
+    if running != {processes}:
+        raise SystemExit(f"The batch sizes are for {processes} processes, and {{running}} run: convert again.")
     args = GRPOConfig(
 {settings}    )
-    if args.world_size != {processes}:
-        raise SystemExit(f"The batch sizes are for {processes} processes, and {{args.world_size}} run: convert again.")
     return {cls}(
         MODEL,
         reward_funcs=REWARDS,
@@ -288,7 +291,7 @@ def terms_there(conversion: Conversion) -> dict[str, Any]:
     return {name: v for name, v in values.items() if name in known}
 
 
-def differences_text(conversion: Conversion, record: StepRecord | None) -> str:
+def differences_text(conversion: Conversion, record: StepRecord | None, rows_left: int) -> str:
     "`DIFFERENCES.md`."
     titles = {
         "impossible": "Not there",
@@ -300,6 +303,9 @@ def differences_text(conversion: Conversion, record: StepRecord | None) -> str:
         "",
         GENERAL,
     ]
+    if rows_left:
+        text = f"Each pass leaves out the {rows_left} rows that are too few for a step; here they make a smaller one."
+        lines += ["", text]
     if conversion.trainer != "trl":
         lines += ["", NOT_RUN]
     for kind, title in titles.items():
@@ -497,6 +503,9 @@ def write_trainer(
     folder = Path(folder)
     if not eval_rows:
         cfg = replace(cfg, eval_rows=0, eval_interval=0, keep_best=None)
+    available = math.ceil(len(rows) * cfg.epochs / cfg.prompt_groups_per_step)
+    if cfg.steps is not None and cfg.steps > available:
+        cfg = replace(cfg, steps=available)  # there, steps win over passes
     conversion = convert(cfg, trainer, processes)
     weights = [*(fn.weight for fn in fns), *([1.0] if cfg.overlong_buffer else [])]
     texts: dict[str, str | bytes]
@@ -510,7 +519,9 @@ def write_trainer(
             texts["eval_rows.jsonl"] = rows_text(eval_rows)
     else:
         texts = path_files(conversion, cfg, rows, fns, folder)
-    texts["DIFFERENCES.md"] = differences_text(conversion, record)
+    texts["DIFFERENCES.md"] = differences_text(
+        conversion, record, len(rows) % cfg.prompt_groups_per_step
+    )
     for name in texts:
         check_replaceable(folder / name, MARKS[name], "to_trainer")
     folder.mkdir(parents=True, exist_ok=True)
