@@ -157,7 +157,7 @@ def test_a_teacher_sees_sample_and_group_and_none_is_the_own_prompt():
         return None if len(seen) % 2 else f"{row['answer']} "
 
     async def main():
-        loop = taught(prompt, frozen=False, teacher_top=4)
+        loop = taught(prompt, frozen=False, teacher_top=4, max_samples_per_fwd_bwd=2)
         datums = await up_to_reference(loop)
         scored = await loop.backend.policy.forward(list(loop.state.values["datums"]))
         groups = loop.state.values["advantages"]
@@ -176,6 +176,7 @@ def test_a_teacher_sees_sample_and_group_and_none_is_the_own_prompt():
         words = rln.xray(record).sentence
         assert "the teacher's term is teacher_coeff 1 at" in words
         assert "teacher_prompt prompt" in record.sources
+        assert {c.name: c.ok for c in rln.xray(record).checks}["finite"]
 
     asyncio.run(main())
 

@@ -447,7 +447,8 @@ def merge_values(
             return float(np.nanmin(values))
         case "max":
             return float(np.nanmax(values))
-    weights = gradient if rule == "mean over gradient" else tokens
+    # without a gradient by the logprobs of sampled tokens, a share of it is 0 in every call
+    weights = gradient if rule == "mean over gradient" and gradient.any() else tokens
     known = ~np.isnan(values) & (weights > 0)
     return float(np.average(values[known], weights=weights[known])) if known.any() else float("nan")
 
