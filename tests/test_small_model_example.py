@@ -153,3 +153,18 @@ def test_the_tables_of_the_page_say_what_was_recorded():
         row = next(line for line in section.splitlines() if line.startswith(f"| {seed} | "))
         assert f"| {end:.3g} (" in row
         assert row.endswith(f"| {means} |")
+
+
+def test_the_self_taught_run_is_on_the_page_and_its_teacher_reads_the_solution(sums):
+    cfg = rln.Config.from_yaml(FOLDER / "sums_solutions.yaml")
+    assert cfg.teacher_prompt == "examples.small_model.sums:with_solution"
+    assert (cfg.reward_coeff, cfg.teacher_coeff, cfg.steps) == (0, 1, 10)
+    runs = pd.read_csv(FOLDER / "recorded" / "runs.csv")
+    shares = runs[runs.changed == "self-taught"].right_held_out.dropna().tolist()
+    section = (FOLDER / "README.md").read_text().partition("## `sums_solutions`")[2]
+    row = next(line for line in section.splitlines() if line.startswith("| 0 | "))
+    cells = [cell.strip().partition(" ")[0] for cell in row.split("|")[2:4]]
+    assert [float(cell) for cell in cells] == pytest.approx(shares)
+    last = sums.with_solution({"digits": [7, 4, 8, 3]}, None, None)[-1]
+    assert last["role"] == "user"
+    assert "#### 22" in last["content"]

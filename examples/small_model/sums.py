@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 TRAINING_ROWS = 2000
@@ -38,10 +38,11 @@ def example_turns(digits: Sequence[int], worked_out: bool) -> list[dict[str, str
     ]
 
 
+EXAMPLE_DIGITS = ([6, 2, 9, 5], [7, 4, 8, 3], [5, 8, 2, 6])
 EXAMPLES = [
-    *example_turns([6, 2, 9, 5], worked_out=False),
-    *example_turns([7, 4, 8, 3], worked_out=True),
-    *example_turns([5, 8, 2, 6], worked_out=True),
+    turn
+    for digits, worked_out in zip(EXAMPLE_DIGITS, (False, True, True), strict=True)
+    for turn in example_turns(digits, worked_out)
 ]
 
 
@@ -67,6 +68,19 @@ def rows() -> list[dict[str, Any]]:
     return make_rows(sets[HELD_OUT_SETS:], TRAINING_ROWS, "training") + make_rows(
         sets[:HELD_OUT_SETS], HELD_OUT_ROWS, "held out"
     )
+
+
+def taught_turns(digits: Sequence[int]) -> list[dict[str, str]]:
+    "A question with its running sums in it, and the same as its answer."
+    answer = example_turns(digits, worked_out=True)[1]
+    question = f"{question_of(digits)}\n\nSolution:\n{answer['content']}"
+    return [{"role": "user", "content": question}, answer]
+
+
+def with_solution(row: Mapping[str, Any], sample: Any, group: Any) -> list[dict[str, str]]:
+    "A teacher's prompt: three questions with their solutions and answers, then that of the row with its solution."
+    examples = [turn for digits in EXAMPLE_DIGITS for turn in taught_turns(digits)]
+    return [*examples, taught_turns(row["digits"])[0]]
 
 
 def exact(text: str, answer: str) -> float:
