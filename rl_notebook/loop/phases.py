@@ -300,7 +300,7 @@ async def score_reference(
     read = datums if prompt is None else teacher_datums(datums, groups, prompt, backend, cfg.task)
     count = cfg.teacher_top
     name = f"ref, {count} likeliest" if count else "ref"
-    scorer = reference
+    scorer: Any = reference
     if count:
         scorer = SimpleNamespace(forward=partial(reference.likeliest, count=count))
     scored = await score_datums(scorer, read, name, cache)

@@ -821,9 +821,9 @@ def stale_weights(e: Evidence) -> Iterator[CauseFinding]:
 def follows_learning(left: np.ndarray, learned: np.ndarray, row: np.ndarray) -> float:
     "The correlation, around 0, of (K,) a gap with what the reference says less what the policy says; 0 where it may be chance."
     known = np.isfinite(left) & np.isfinite(learned)
-    product = pd.Series(left * learned, index=row)[known]
+    product = pd.Series((left * learned)[known], index=row[known])
     norm = math.sqrt(float((left[known] ** 2).sum() * (learned[known] ** 2).sum()))
-    by_row = product.groupby(level=0).sum().to_frame("gap")
+    by_row = pd.DataFrame({"gap": product.groupby(level=0).sum()})
     if not norm or len(by_row) < MIN_ROWS or not not_by_chance(by_row):
         return 0.0
     return float(product.sum() / norm)
