@@ -818,19 +818,31 @@ def stale_weights(e: Evidence) -> Iterator[CauseFinding]:
         )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #9da8ef83
-def follows_learning(left: np.ndarray, learned: np.ndarray, row: np.ndarray) -> float:
-    "The correlation, around 0, of (K,) a gap with what the reference says less what the policy says; 0 where it may be chance."
-    known = np.isfinite(left) & np.isfinite(learned)
-    product = pd.Series((left * learned)[known], index=row[known])
-    norm = math.sqrt(float((left[known] ** 2).sum() * (learned[known] ** 2).sum()))
+def beside_surprise(values: np.ndarray, p: np.ndarray) -> np.ndarray:
+    "What is left of (K,) values after the best parabola in the logprob: whatever is wrong, an unlikely token moves more."
+    terms = np.stack([np.ones(len(p)), p, p**2], axis=1)
+    return values - terms @ np.linalg.lstsq(terms, values, rcond=None)[0]
+
+
+def follows_learning(
+    left: np.ndarray, learned: np.ndarray, p: np.ndarray, row: np.ndarray
+) -> float:
+    "The correlation of (K,) a gap with what the reference says less what the policy says, likelihoods apart; 0 where it may be chance."
+    known = np.isfinite(left) & np.isfinite(learned) & np.isfinite(p)
+    # a part of what was learned is no larger than all of it
+    if known.sum() < MIN_ROWS or size(left[known]).mean > size(learned[known]).mean:
+        return 0.0
+    gap, moved = (beside_surprise(x[known], p[known]) for x in (left, learned))
+    norm = math.sqrt(float((gap**2).sum() * (moved**2).sum()))
+    product = pd.Series(gap * moved, index=row[known])
     by_row = pd.DataFrame({"gap": product.groupby(level=0).sum()})
     if not norm or len(by_row) < MIN_ROWS or not not_by_chance(by_row):
         return 0.0
-    return float(product.sum() / norm)
+    return float((gap * moved).sum() / norm)
 
 
 MIN_ROWS = 7  # of fewer, one in a hundred random signs agree
-MIN_CORRELATION = 0.3
+MIN_CORRELATION = 0.5
 
 
 def part_of_weights(e: Evidence) -> Iterator[CauseFinding]:
@@ -849,7 +861,7 @@ def part_of_weights(e: Evidence) -> Iterator[CauseFinding]:
         )
     if e.provenance.untrained or excess(left, tol) <= (1 - MIN_SURE) * excess(e.gap, tol):
         return
-    correlation = follows_learning(left, reference - policy, e.row)
+    correlation = follows_learning(left, reference - policy, policy, e.row)
     if correlation < MIN_CORRELATION:
         return
     text = f"it follows what the policy has learned since the reference (correlation {correlation:.2f})"

@@ -356,18 +356,18 @@ async def echo_all(backend: Backend, tokens: Iterable[np.ndarray]) -> list[Logpr
 
 
 async def run_rescore(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
-    "Score the datums with the policy, half of them again, and a few of them alone."
+    "Score the datums twice with the policy, and a few of them alone."
+    datums = [e.datums[i] for i in datum_indices]
     score = backend.policy.forward
-    once = await score([e.datums[i] for i in datum_indices])
+    once = await score(datums)
+    again = await score(datums)
     longest = max(datum_indices, key=lambda i: len(e.datums[i].tokens))
     worst = [i for i in worst_datums(e, len(e.datums)) if i in set(datum_indices)]
-    half = sorted({longest, *worst[: max(4, len(datum_indices) // 2)]})
-    again = await score([e.datums[i] for i in half])
     few = sorted({longest, *worst[:2]})
     alone = [(await score([e.datums[i]]))[0] for i in few]
     series = {
         "policy": one_per_datum(e, datum_indices, once),
-        "policy again": one_per_datum(e, half, again),
+        "policy again": one_per_datum(e, datum_indices, again),
         "policy alone": one_per_datum(e, few, alone),
     }
     provenance = replace(
