@@ -108,7 +108,7 @@ def test_a_search_is_stopped_and_another_draws_its_curve_below_the_tokens(
         assert abs(token["x"] - cell["x"]) < 1
         assert abs(token["width"] - cell["width"]) < 1
         assert cell["y"] >= token["y"] + token["height"] - 1
-    expect(inspector.locator(".rlt-results")).to_contain_text("lost at token 12")
+    expect(inspector.locator(".rlt-results")).to_contain_text("lost at token 31")
     assert notebook.ask("len(saved_results(run, record))") == 3
     notebook.shot("forks", 1)
     notebook.width(900, 900)
