@@ -135,6 +135,7 @@ def test_the_tables_of_the_page_say_what_was_recorded():
         "16 prompts of 4 completions": "16 prompts of 4 completions, as many tokens",
         "learning rate 2e-5": "learning rate 2e-5, a tenth",
         "exact alone": "`exact` alone",
+        "a KL of 0.04": "a KL of 0.04 to the first weights",
     }
     short = runs[(runs.task == "sums") & (runs.steps == 10)]
     for changed, words in rows.items():
