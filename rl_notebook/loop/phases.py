@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -300,10 +299,8 @@ async def score_reference(
     read = datums if prompt is None else teacher_datums(datums, groups, prompt, backend, cfg.task)
     count = cfg.teacher_top
     name = f"ref, {count} likeliest" if count else "ref"
-    scorer: Any = reference
-    if count:
-        scorer = SimpleNamespace(forward=partial(reference.likeliest, count=count))
-    scored = await score_datums(scorer, read, name, cache)
+    forward = partial(reference.likeliest, count=count) if count else reference.forward
+    scored = await score_datums(forward, read, name, cache)
     return [moved_to(d, r, s) for d, r, s in zip(datums, read, scored, strict=True)]
 
 
@@ -343,7 +340,7 @@ async def attach_logprobs(
     several = cfg.ppo_n_minibatches > 1
     if not (policy or several):
         return attached, None
-    scored = await score_datums(backend.policy, attached, "policy", cache)
+    scored = await score_datums(backend.policy.forward, attached, "policy", cache)
     return attach(attached, "old_logprobs", scored) if several else attached, scored
 
 # %% ../../nbs/loop/07_phases.ipynb #5183ae73

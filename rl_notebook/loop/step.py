@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import itertools
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -249,7 +249,7 @@ def cache_key(name: str, datum: Datum) -> tuple[str, bytes, bytes]:
 
 # %% ../../nbs/loop/02_step.ipynb #87281fdf
 async def score_datums(
-    scorer: Scorer,  # reference or policy
+    forward: Callable[[Sequence[Datum]], Awaitable[list[Logprobs]]],  # of reference or policy
     datums: Sequence[Datum],
     name: str,  # what the series is called in the cache
     cache: ScoreCache,  # of this step; grows
@@ -260,7 +260,7 @@ async def score_datums(
     """
     missing = {key: d for d in datums if (key := cache_key(name, d)) not in cache}
     if missing:
-        logprobs = await scorer.forward(list(missing.values()))
+        logprobs = await forward(list(missing.values()))
         cache.update(zip(missing, logprobs, strict=True))
     return [cache[cache_key(name, d)] for d in datums]
 
@@ -500,7 +500,9 @@ async def anchored(
     "Datums as a service needs them for its own loss."
     if options.anchor != "old" or (options.policy_loss == "grpo" and options.tis == "off"):
         return datums
-    return attach(datums, "old_logprobs", await score_datums(policy, datums, "policy", cache))
+    return attach(
+        datums, "old_logprobs", await score_datums(policy.forward, datums, "policy", cache)
+    )
 
 # %% ../../nbs/loop/02_step.ipynb #43a1476c
 def scale_output(output: LossOutput, factor: float) -> LossOutput:

@@ -24,7 +24,7 @@ from ..core.advantages import WITHOUT_STD
 from ..core.loss_params import SURROGATE_PARAM_NAMES, SURROGATE_PARAMS, TRL_PRESETS
 from ..core.types import ConfigError, quoted
 from ..experiments.plan import plan
-from ..runs.watch import _WORDS, _WORDS_OF, _WORDS_OF_VLLM
+from ..runs.watch import SETTINGS_OF_ALL_LOSSES, SETTINGS_OF_LOSS, VLLM_LOSS_SETTINGS
 
 # %% auto #0
 __all__ = ['trl_words', 'config_of_trl', 'Carried', 'Conversion', 'convert']
@@ -114,7 +114,7 @@ def _trl_loss(s: Mapping[str, Any]) -> dict[str, Any]:
     if loss == "cispo":
         words["epsilon_high"] = 1 + s["eps_clip_high"]
     if loss in ("sapo", "vespo"):
-        words |= {name: s[name] for name in _WORDS_OF[loss].split()}
+        words |= {name: s[name] for name in SETTINGS_OF_LOSS[loss].split()}
     if not by_sequence:
         words["top_entropy_quantile"] = s["top_entropy_quantile"]
     of_tokens = TRL_PRESETS[kind]["aggregation"] == "token_mean" and s["top_entropy_quantile"] == 1
@@ -233,18 +233,22 @@ def changes_nothing(name: str) -> bool:
     from transformers import TrainingArguments
 
     of_transformers = {f.name for f in fields(TrainingArguments)} - {*TRL_DEFAULTS, "optim"}
-    of_vllm = name.startswith("vllm_") and name not in _WORDS_OF_VLLM
+    of_vllm = name.startswith("vllm_") and name not in VLLM_LOSS_SETTINGS
     return name in _TRL_LOCAL.split() or name in of_transformers or of_vllm
 
 
 def _loss_names(words: Mapping[str, Any]) -> set[str]:
     "The settings of TRL's loss that this loss reads."
     preset = TRL_PRESETS.get(words["loss_type"], {"policy_loss": "ppo"})
-    names = {*_WORDS.split(), "loss_type", *_WORDS_OF.get(preset["policy_loss"], "").split()}
+    names = {
+        *SETTINGS_OF_ALL_LOSSES.split(),
+        "loss_type",
+        *SETTINGS_OF_LOSS.get(preset["policy_loss"], "").split(),
+    }
     if preset["policy_loss"] in ("ppo", "cispo"):
         names |= {"epsilon_high"}
     if words["use_vllm"]:
-        names |= {*_WORDS_OF_VLLM}
+        names |= {*VLLM_LOSS_SETTINGS}
     if words["entropy_coef"] or words["use_adaptive_entropy"]:
         names |= {"entropy_coef"}
     if words["use_adaptive_entropy"]:
@@ -253,8 +257,14 @@ def _loss_names(words: Mapping[str, Any]) -> set[str]:
 
 
 def _all_loss_names() -> set[str]:
-    names = {*_WORDS.split(), "loss_type", "epsilon_high", *_WORDS_OF_VLLM, "entropy_coef"}
-    names |= {name for text in _WORDS_OF.values() for name in text.split()}
+    names = {
+        *SETTINGS_OF_ALL_LOSSES.split(),
+        "loss_type",
+        "epsilon_high",
+        *VLLM_LOSS_SETTINGS,
+        "entropy_coef",
+    }
+    names |= {name for text in SETTINGS_OF_LOSS.values() for name in text.split()}
     return names | {"use_adaptive_entropy", "entropy_target", "entropy_coef_delta"}
 
 
@@ -333,8 +343,12 @@ class Carried:
     why: str = ""
 
     def __str__(self) -> str:
-        value = f"`{self.here}`" if self.here == self.there else f"`{self.here}` → `{self.there}`"
-        return f"{self.setting}: {value}" + (f": {self.why}" if self.why else "")
+        return f"{self.setting}: {self.values}" + (f": {self.why}" if self.why else "")
+
+    @property
+    def values(self) -> str:
+        "Here and there."
+        return f"`{self.here}`" if self.here == self.there else f"`{self.here}` → `{self.there}`"
 
 # %% ../../nbs/recipes/08_conversion.ipynb #1b851c71
 def same_value(a: Any, b: Any) -> bool:
@@ -342,6 +356,10 @@ def same_value(a: Any, b: Any) -> bool:
     if isinstance(a, int | float) and isinstance(b, int | float):
         return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
     return a == b
+
+
+EQUAL_GRADIENT = "the gradient is equal, since each completion is trained once and its ratio is 1; the loss has another value"
+COUNTED_GROUPS = "groups without signal count in the denominator: the gradient is multiplied by the share of the others"
 
 
 def _trl_reason(name: str, cfg: Config, words: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -353,10 +371,7 @@ def _trl_reason(name: str, cfg: Config, words: Mapping[str, Any]) -> tuple[str, 
     value: Any = getattr(cfg, name, None)
     match name, value:
         case "policy_loss", "grpo" if once:
-            return (
-                "factor",
-                "the gradient is equal, since each completion is trained once and its ratio is 1; the loss has another value",
-            )
+            return "factor", EQUAL_GRADIENT
         case "aggregation", "sum" if cfg.grad_accumulation_normalization == "none":
             return (
                 "factor",
@@ -376,10 +391,7 @@ def _trl_reason(name: str, cfg: Config, words: Mapping[str, Any]) -> tuple[str, 
             )
         case "drop_zero_variance_groups", True:
             kl = ", and the KL term acts on them" if cfg.kl_beta else ""
-            return (
-                "factor",
-                f"groups without signal count in the denominator: the gradient is multiplied by the share of the others{kl}",
-            )
+            return "factor", COUNTED_GROUPS + kl
         case "ppo_n_minibatches", updates if updates > 1:
             return (
                 "factor",
@@ -514,10 +526,7 @@ ALSO_FIXED = {  # what is so there: of both trainers
 }
 WHY_THERE: Mapping[str, tuple[str, str]] = {
     "advantage_eps": ("factor", "advantages are (std + eps) / (std + 0.000001) times as large"),
-    "drop_zero_variance_groups": (
-        "factor",
-        "groups without signal count in the denominator: the gradient is multiplied by the share of the others",
-    ),
+    "drop_zero_variance_groups": ("factor", COUNTED_GROUPS),
     "dtype": (
         "factor",
         "the forward pass computes in bfloat16: the last bits of the logprobs differ",
@@ -541,86 +550,77 @@ def full_path(path: str) -> str:
     return f"{ROOTS[root]}{dot}{rest}" if root in ROOTS else path
 
 # %% ../../nbs/recipes/08_conversion.ipynb #afbee04f
-def _sizes_there(cfg: Config, trainer: str, processes: int) -> dict[str, Any]:
-    "Batch sizes, lengths, and switches that follow from other settings."
+def prompts_of_update(cfg: Config) -> int:
+    "Prompts of an update; raises ConfigError where the updates of a step cannot have equally many."
     prompts = cfg.prompt_groups_per_step
     if prompts % cfg.ppo_n_minibatches:
         fix = f"Set prompt_groups_per_step to a multiple of {cfg.ppo_n_minibatches}."
-        raise ConfigError(
-            "prompt_groups_per_step",
-            got=prompts,
-            expected="the same number for each update",
-            fix=fix,
-        )
-    update = prompts // cfg.ppo_n_minibatches
+        expected = "the same number for each update"
+        raise ConfigError("prompt_groups_per_step", got=prompts, expected=expected, fix=fix)
+    return prompts // cfg.ppo_n_minibatches
+
+
+def sizes_in_verl(cfg: Config, processes: int) -> dict[str, Any]:
+    "Batch sizes, lengths, and switches that follow from other settings."
     micro = trl_batches(cfg, processes)["per_device_train_batch_size"]
-    room = cfg.max_seq_len - cfg.max_completion_tokens
-    constant = cfg.max_completion_tokens if cfg.aggregation == "constant" else None
-    s = settled(cfg)
-    cut = s["eps_clip_c"]
-    betas = [cfg.adam_beta1, cfg.adam_beta2]
-    top_k = cfg.top_k or -1
-    if trainer == "verl":
-        sizes = {
-            "A.ppo_mini_batch_size": update,
-            "A.ppo_micro_batch_size_per_gpu": micro,
-            "A.ppo_epochs": 1,
-        }
-        sizes |= {
-            "R.log_prob_micro_batch_size_per_gpu": micro,
-            "R.tensor_model_parallel_size": 1,
-            "R.name": "vllm",
-        }
-        sizes |= {"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro}
-        sizes |= {
-            "algorithm.adv_estimator": "grpo",
-            "data.max_prompt_length": room,
-            "R.top_k": top_k,
-        }
-        sizes |= {
-            "A.optim.betas": betas,
-            "A.optim.lr_warmup_steps": cfg.warmup_steps * cfg.ppo_n_minibatches,
-        }
-        sizes |= {
-            "A.use_kl_loss": cfg.kl_beta > 0,
-            "A.clip_ratio_c": NO_CLIP if cut is None else cut,
-        }
-        sizes |= {
-            "A.loss_scale_factor": constant,
-            "trainer.n_gpus_per_node": processes,
-            "trainer.val_before_train": False,
-        }
-        sizes |= {"M.lora_alpha": int(cfg.lora_alpha)} if cfg.lora_rank else {}
-    else:
-        sizes = {"trainer.policy_mini_batch_size": update, "trainer.update_epochs_per_batch": 1}
-        sizes |= {"trainer.critic_mini_batch_size": update}
-        sizes |= {
-            "trainer.micro_train_batch_size_per_gpu": micro,
-            "trainer.micro_forward_batch_size_per_gpu": micro,
-        }
-        sizes |= {
-            "L.advantage_estimator": "grpo",
-            "trainer.max_prompt_length": room,
-            "S.top_k": top_k,
-        }
-        sizes |= {
-            "P.adam_betas": betas,
-            "P.num_warmup_steps": cfg.warmup_steps * cfg.ppo_n_minibatches,
-        }
-        sizes |= {"L.use_kl_loss": cfg.kl_beta > 0, "L.max_seq_len": constant}
-        sizes |= (
-            {"L.policy_loss_type": "dual_clip", "L.clip_ratio_c": cut} if cut is not None else {}
-        )
-        sizes |= {
-            "trainer.placement.policy_num_gpus_per_node": processes,
-            "trainer.eval_before_train": False,
-        }
-        sizes |= {"trainer.placement.ref_num_gpus_per_node": processes, "trainer.eval_interval": -1}
-        sizes |= {"generator.inference_engine.num_engines": processes, "trainer.logger": "console"}
-        sizes |= {"trainer.policy.model.lora.alpha": int(cfg.lora_alpha)} if cfg.lora_rank else {}
-    return {full_path(path): value for path, value in sizes.items()}
+    cut = settled(cfg)["eps_clip_c"]
+    sizes = {
+        "algorithm.adv_estimator": "grpo",
+        "data.max_prompt_length": cfg.max_seq_len - cfg.max_completion_tokens,
+        "R.name": "vllm",
+        "R.tensor_model_parallel_size": 1,
+        "R.top_k": cfg.top_k or -1,
+        "R.log_prob_micro_batch_size_per_gpu": micro,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro,
+        "A.ppo_mini_batch_size": prompts_of_update(cfg),
+        "A.ppo_micro_batch_size_per_gpu": micro,
+        "A.ppo_epochs": 1,
+        "A.use_kl_loss": cfg.kl_beta > 0,
+        "A.clip_ratio_c": NO_CLIP if cut is None else cut,
+        "A.loss_scale_factor": cfg.max_completion_tokens if cfg.aggregation == "constant" else None,
+        "A.optim.betas": [cfg.adam_beta1, cfg.adam_beta2],
+        "A.optim.lr_warmup_steps": cfg.warmup_steps * cfg.ppo_n_minibatches,
+        "trainer.n_gpus_per_node": processes,
+        "trainer.val_before_train": False,
+    }
+    if cfg.lora_rank:
+        sizes["M.lora_alpha"] = int(cfg.lora_alpha)
+    return sizes
 
 
+def sizes_in_skyrl(cfg: Config, processes: int) -> dict[str, Any]:
+    "Batch sizes, lengths, and switches that follow from other settings."
+    micro = trl_batches(cfg, processes)["per_device_train_batch_size"]
+    cut = settled(cfg)["eps_clip_c"]
+    sizes = {
+        "L.advantage_estimator": "grpo",
+        "L.use_kl_loss": cfg.kl_beta > 0,
+        "L.max_seq_len": cfg.max_completion_tokens if cfg.aggregation == "constant" else None,
+        "S.top_k": cfg.top_k or -1,
+        "P.adam_betas": [cfg.adam_beta1, cfg.adam_beta2],
+        "P.num_warmup_steps": cfg.warmup_steps * cfg.ppo_n_minibatches,
+        "trainer.max_prompt_length": cfg.max_seq_len - cfg.max_completion_tokens,
+        "trainer.policy_mini_batch_size": prompts_of_update(cfg),
+        "trainer.critic_mini_batch_size": prompts_of_update(cfg),
+        "trainer.update_epochs_per_batch": 1,
+        "trainer.micro_train_batch_size_per_gpu": micro,
+        "trainer.micro_forward_batch_size_per_gpu": micro,
+        "trainer.placement.policy_num_gpus_per_node": processes,
+        "trainer.placement.ref_num_gpus_per_node": processes,
+        "trainer.eval_before_train": False,
+        "trainer.eval_interval": -1,
+        "trainer.logger": "console",
+        "generator.inference_engine.num_engines": processes,
+    }
+    if cut is not None:
+        sizes["L.policy_loss_type"] = "dual_clip"
+        sizes["L.clip_ratio_c"] = cut
+    if cfg.lora_rank:
+        sizes["trainer.policy.model.lora.alpha"] = int(cfg.lora_alpha)
+    return sizes
+
+
+SIZES = {"verl": sizes_in_verl, "skyrl": sizes_in_skyrl}
 SIZED = (
     "eps_clip_c",
     "adam_beta1",
@@ -637,10 +637,7 @@ def _reason_there(name: str, cfg: Config, trainer: str) -> tuple[str, str] | Non
     "Kind and reason of a setting that keeps its value and is not exact; None for the others."
     split = cfg.ppo_n_minibatches > 1
     if name == "policy_loss" and cfg.policy_loss == "grpo" and not split:
-        return (
-            "factor",
-            "the gradient is equal, since each completion is trained once and its ratio is 1; the loss has another value",
-        )
+        return "factor", EQUAL_GRADIENT
     if name == "base_model" and cfg.base_model in ("tiny", "smollm2"):
         return "factor", "a model that ships with this package: export it, and give its folder"
     if (
@@ -685,7 +682,8 @@ def convert_paths(cfg: Config, trainer: str, processes: int) -> Conversion:
             )
         if reason is not None:
             reasons[name] = reason
-    settings |= _sizes_there(cfg, trainer, processes)
+    for path, value in SIZES[trainer](cfg, processes).items():
+        settings[full_path(path)] = value
     if there["policy_loss"] != here["policy_loss"]:
         there |= {"eps_clip": 0.2, "eps_clip_high": 0.2}
     return Conversion(
@@ -700,7 +698,7 @@ def convert(
 ) -> Conversion:
     """A config in the names of another trainer; raises `ConfigError` for an unknown trainer and for an asynchronous loop.
 
-    A setting is exact only if what was written means the same when it is read back."""
+    For TRL a setting is exact only if what was written means the same when it is read back; for verl and SkyRL the table says so."""
     if trainer not in VERSIONS:
         fix = "For others, rln.compare_trainers(record) says what differs."
         expected = " or ".join(VERSIONS)

@@ -221,15 +221,18 @@ class Race:
             raise RecordError("plan", got="no step", expected="a race that has taken some")
         rows = []
         for i in sorted({math.ceil(len(stds) * share / 4) - 1 for share in (1, 2, 3, 4)}):
-
-            def chance(n: int, std: float = stds[i]) -> float:
-                return detection_power(std, len(self.seeds) - 1, wanted, n, self.levels[-1])
-
-            enough = (n for n in range(2, MAX_SEEDS + 1) if chance(n) >= power)
-            row = {"steps": (i + 1) * self.every, "std of a pair": stds[i]}
+            std = float(stds[i])
+            enough = (n for n in range(2, MAX_SEEDS + 1) if self.power_of(n, std, wanted) >= power)
+            row = {"steps": (i + 1) * self.every, "std of a pair": std}
             row["seeds"] = next(enough, f"over {MAX_SEEDS}")
-            rows.append(row | {f"power of {n}": round(chance(n), 2) for n in (4, 8, 16)})
+            for n in (4, 8, 16):
+                row[f"power of {n}"] = round(self.power_of(n, std, wanted), 2)
+            rows.append(row)
         return pd.DataFrame(rows)
+
+    def power_of(self, seeds: int, std: float, difference: float) -> float:
+        "The probability that the last look of so many seeds finds a difference, where pairs vary by `std` in this race."
+        return detection_power(std, len(self.seeds) - 1, difference, seeds, self.levels[-1])
 
     @property
     def chart(self) -> Chart:
@@ -484,11 +487,12 @@ async def race(
                 break
             going = after
             bar.update()
+            chart = going.chart
             for loop in loops.values():
-                loop.extra_charts = [going.chart]
+                loop.extra_charts = [chart]
             if progress and IN_NOTEBOOK:
                 show = shown.display if going.taken == 1 else shown.update
-                show(going.chart)
+                show(chart)
             if on_step is not None:
                 on_step(going)
     return going

@@ -30,13 +30,13 @@ from ..core.loss_params import SURROGATE_PARAM_NAMES
 from ..core.types import ConfigError, check_replaceable
 from ..experiments.trainers import TERMS, compare_trainers
 from ..loop.state import Loop
-from .conversion import Carried, Conversion, config_of_trl, convert, settled
+from .conversion import Conversion, config_of_trl, convert, settled
 from .rl_loop import config_rewards, load_problem, read_rows
 from .script import Sources, reward_functions, reward_name
 from ..runs.records import StepRecord
 from ..runs.run import Run
 from ..task.data import Row, load_rows, plain_values
-from ..task.models import _MODELS
+from ..task.models import SHIPPED_MODELS
 from ..task.rewards import REWARDS, RewardFn, as_reward_fns, reward_fn
 
 # %% auto #0
@@ -161,7 +161,13 @@ def reward_source(fn: RewardFn, sources: Sources, rows: Sequence[Row]) -> str:
     return f"with_texts({text}, {fn.name!r})" if as_texts else text
 
 
-def rewards_text(fns: Sequence[RewardFn], rows: Sequence[Row], cfg: Config, folder: Path) -> str:
+def rewards_text(
+    fns: Sequence[RewardFn],
+    rows: Sequence[Row],
+    cfg: Config,
+    folder: Path,
+    imports: Sequence[str] = (),  # lines of what is added behind
+) -> str:
     "The file of reward functions."
     sources = Sources(folder)
     elements = [reward_source(fn, sources, rows) for fn in fns]
@@ -170,7 +176,7 @@ def rewards_text(fns: Sequence[RewardFn], rows: Sequence[Row], cfg: Config, fold
         elements.append(
             f"get_soft_overlong_punishment({cfg.max_completion_tokens}, {cfg.overlong_buffer})"
         )
-    lines = ["from __future__ import annotations", ""]
+    lines = ["from __future__ import annotations", "", *imports]
     if sources.paths:
         lines += ["import sys", "from pathlib import Path", ""]
     lines += [f"sys.path.append(str(Path(__file__).parent / {path!r}))" for path in sources.paths]
@@ -241,7 +247,7 @@ def trl_script(
     decays_all = cfg.weight_decay > 0 and cfg.weight_decay_on == "all"
     imports = ["from trl import GRPOConfig, GRPOTrainer"]
     model = repr(cfg.base_model)
-    if cfg.base_model in _MODELS:
+    if cfg.base_model in SHIPPED_MODELS:
         imports.insert(0, "from rl_notebook.task.models import model_source")
         model = f"model_source({cfg.base_model!r})"
     more = ""
@@ -314,7 +320,7 @@ def differences_text(conversion: Conversion, record: StepRecord | None, rows_lef
         if kind == "exact":
             lines.append(", ".join(f"{one.setting} `{one.here}`" for one in carried))
         else:
-            lines += [f"- **{one.setting}** {_change(one)}: {one.why}" for one in carried] or [
+            lines += [f"- **{one.setting}** {one.values}: {one.why}" for one in carried] or [
                 "Nothing."
             ]
     lines += ["", "## On the recorded step", ""]
@@ -325,10 +331,6 @@ def differences_text(conversion: Conversion, record: StepRecord | None, rows_lef
     compared = compare_trainers(record, {name: terms_there(conversion)})
     lines += [f"Step {record.step}:", "", "```text", *compared.describe_trainer(name), "```"]
     return "\n".join(lines) + "\n"
-
-
-def _change(one: Carried) -> str:
-    return f"`{one.here}`" if one.here == one.there else f"`{one.here}`, there `{one.there}`"
 
 # %% ../../nbs/recipes/09_to_trainer.ipynb #04b80434
 SCORE = """
@@ -445,8 +447,7 @@ def path_files(
                 expected="a function of a text",
                 fix=fix,
             )
-    rewards = rewards_text(fns, rows, cfg, folder)
-    rewards = rewards.replace("import annotations\n", "import annotations\n\nimport json\n", 1)
+    rewards = rewards_text(fns, rows, cfg, folder, ("import json",))
     rewards += SCORE.format(weights=[fn.weight for fn in fns])
     files: dict[str, str | bytes] = {"rewards.py": rewards, "rows.parquet": rows_parquet(rows)}
     if conversion.trainer == "verl":

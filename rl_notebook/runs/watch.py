@@ -46,13 +46,13 @@ from .tables import written_text
 __all__ = ['Watched', 'watch']
 
 # %% ../../nbs/runs/12_watch.ipynb #68345eb1
-_WORDS = "beta use_bias_correction_kl importance_sampling_level off_policy_mask_threshold top_entropy_quantile"
-_WORDS_OF = {
+SETTINGS_OF_ALL_LOSSES = "beta use_bias_correction_kl importance_sampling_level off_policy_mask_threshold top_entropy_quantile"
+SETTINGS_OF_LOSS = {
     "ppo": "epsilon delta",
     "sapo": "sapo_temperature_pos sapo_temperature_neg",
     "vespo": "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
 }
-_WORDS_OF_VLLM = [
+VLLM_LOSS_SETTINGS = [
     f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max", "clip_min")
 ]
 
@@ -63,11 +63,14 @@ def trl_options(
     "The loss that a trainer was asked for, in the words of `LossOptions`."
     args, kind, steps = trainer.args, trainer.loss_type, trainer.args.gradient_accumulation_steps
     loss = TRL_PRESETS.get(kind, {"policy_loss": kind})["policy_loss"]
-    words = {name: getattr(args, name) for name in f"{_WORDS} {_WORDS_OF.get(loss, '')}".split()}
+    words = {
+        name: getattr(args, name)
+        for name in f"{SETTINGS_OF_ALL_LOSSES} {SETTINGS_OF_LOSS.get(loss, '')}".split()
+    }
     if loss in ("ppo", "cispo"):
         words |= {"epsilon_high": trainer.epsilon_high}
     if trainer.use_vllm:
-        words |= {name: getattr(args, name) for name in _WORDS_OF_VLLM}
+        words |= {name: getattr(args, name) for name in VLLM_LOSS_SETTINGS}
     if args.entropy_coef and not args.use_adaptive_entropy:
         words |= {"entropy_coef": args.entropy_coef}
     try:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['tiny_path', 'load_model']
+__all__ = ['SHIPPED_MODELS', 'tiny_path', 'load_model']
 
 # %% ../../nbs/task/03_models.ipynb #f3d5197f
 def tiny_path() -> Path:
@@ -45,7 +45,7 @@ def tiny_path() -> Path:
     return Path(str(resources.files("rl_notebook") / "assets" / "tiny"))
 
 # %% ../../nbs/task/03_models.ipynb #52c39d22
-_MODELS = ("tiny", "smollm2")  # names that need no network
+SHIPPED_MODELS = ("tiny", "smollm2")  # names that need no network
 _DTYPES = ("float32", "bfloat16", "float16")
 
 # %% ../../nbs/task/03_models.ipynb #6ee2e45c
@@ -77,9 +77,9 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 # %% ../../nbs/task/03_models.ipynb #6dee1dee
 def _model_error(name: Any, got: str) -> BackendError:
     "The error of a name that leads to no model."
-    expected = f"{', '.join(map(repr, _MODELS))}, a folder written by save_pretrained, or a hub id 'owner/name'"
+    expected = f"{', '.join(map(repr, SHIPPED_MODELS))}, a folder written by save_pretrained, or a hub id 'owner/name'"
     fix = "The first two and a folder need no network; a hub id needs one, or a copy in the Hugging Face cache."
-    fix = f"{near} {fix}" if (near := nearest(str(name), _MODELS)) else fix
+    fix = f"{near} {fix}" if (near := nearest(str(name), SHIPPED_MODELS)) else fix
     return BackendError(
         "model", where=f"load_model({quoted(name)})", got=got, expected=expected, fix=fix
     )
@@ -102,7 +102,7 @@ def model_source(name: str | os.PathLike[str]) -> str:
     folder = os.path.expanduser(name)
     if not os.path.isdir(folder) and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise _model_error(name, "no such folder")
-    if not os.path.isdir(folder) and nearest(name, _MODELS):  # before the hub is asked
+    if not os.path.isdir(folder) and nearest(name, SHIPPED_MODELS):  # before the hub is asked
         raise _model_error(name, "no such folder")
     return folder if os.path.isdir(folder) else name
 
