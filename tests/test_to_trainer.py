@@ -30,7 +30,7 @@ from rl_notebook.cli import main as command
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import ConfigError
 from rl_notebook.recipes import conversion
-from rl_notebook.recipes.conversion import TRL_DEFAULTS, config_of_trl, convert, settled
+from rl_notebook.recipes.conversion import TRL_DEFAULTS, config_of_trl, convert, learning_settings
 from rl_notebook.recipes.to_trainer import terms_there
 from rl_notebook.task.rewards import make_soft_overlong
 from rl_notebook.task.toy import toy_format_reward, toy_reward
@@ -381,7 +381,7 @@ def test_a_script_is_read_without_running_it(two_steps: Any) -> None:
     assert [fn.function for fn in experiment.load_rewards()] == [toy_reward, shorter, last_number]
     assert [r.answer for r in experiment.rows] == [r["answer"] for r in rln.toy_rows(40)]
     cfg = Config(**LIKE_TRL | RUN | SCRIPTS["a mean over tokens, KL"], steps=2)
-    assert settled(experiment.cfg) == settled(cfg)
+    assert learning_settings(experiment.cfg) == learning_settings(cfg)
 
 
 def test_the_page_says_what_differs_on_the_recorded_step(tmp_path: Path) -> None:

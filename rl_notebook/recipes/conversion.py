@@ -46,7 +46,7 @@ LOCAL = frozenset(_LOCAL.split()) | {
 NO_CLIP = 1e9  # a bound that no ratio reaches: log ratios are capped at 20
 
 
-def settled(cfg: Config) -> dict[str, Any]:  # by setting, flat
+def learning_settings(cfg: Config) -> dict[str, Any]:  # by setting, flat
     "The settings that decide what is learned, defaults filled in, in one form for each meaning."
     values = {name: v for name, v in cfg.flat().items() if name.partition(".")[0] not in LOCAL}
     for name, default in SURROGATE_PARAMS.get(cfg.policy_loss, {}).items():
@@ -98,7 +98,7 @@ _TRL_SCALES = {"std": "group", "none": "none", "batch": "batch", "loo": "none"}
 
 
 def _trl_loss(s: Mapping[str, Any]) -> dict[str, Any]:
-    "The loss of settled settings in TRL's words: the nearest where it has no other."
+    "The loss of learning settings in TRL's words: the nearest where it has no other."
     loss = s["policy_loss"]
     own = loss in ("cispo", "sapo", "vespo")
     kind = loss if own else _TRL_KINDS.get(s["aggregation"], "dapo")
@@ -172,7 +172,7 @@ def trl_words(
     """The settings of a config as keywords of TRL's `GRPOConfig`, each of them explicit.
 
     Raises `ConfigError` for a step that the processes cannot share evenly."""
-    s = settled(cfg)
+    s = learning_settings(cfg)
     updates = cfg.ppo_n_minibatches
     words: dict[str, Any] = {"output_dir": cfg.log_path or "output", "run_name": cfg.run_name}
     words |= {theirs: getattr(cfg, ours) for ours, theirs in TRL_SAME.items()}
@@ -563,7 +563,7 @@ def prompts_of_update(cfg: Config) -> int:
 def sizes_in_verl(cfg: Config, processes: int) -> dict[str, Any]:
     "Batch sizes, lengths, and switches that follow from other settings."
     micro = trl_batches(cfg, processes)["per_device_train_batch_size"]
-    cut = settled(cfg)["eps_clip_c"]
+    cut = learning_settings(cfg)["eps_clip_c"]
     sizes = {
         "algorithm.adv_estimator": "grpo",
         "data.max_prompt_length": cfg.max_seq_len - cfg.max_completion_tokens,
@@ -591,7 +591,7 @@ def sizes_in_verl(cfg: Config, processes: int) -> dict[str, Any]:
 def sizes_in_skyrl(cfg: Config, processes: int) -> dict[str, Any]:
     "Batch sizes, lengths, and switches that follow from other settings."
     micro = trl_batches(cfg, processes)["per_device_train_batch_size"]
-    cut = settled(cfg)["eps_clip_c"]
+    cut = learning_settings(cfg)["eps_clip_c"]
     sizes = {
         "L.advantage_estimator": "grpo",
         "L.use_kl_loss": cfg.kl_beta > 0,
@@ -658,7 +658,7 @@ def convert_paths(cfg: Config, trainer: str, processes: int) -> Conversion:
     "A conversion to settings by path."
     names = paths_of(trainer)
     words = {name: (full_path(path), values) for name, (path, values) in WORDS[trainer].items()}
-    here = settled(cfg)
+    here = learning_settings(cfg)
     settings = dict[str, Any]()
     there = dict[str, Any]()
     reasons = dict[str, tuple[str, str]]()
@@ -718,9 +718,9 @@ def convert(
         known["eval_rows"] = cfg.eval_rows
     there, _ = config_of_trl(words, processes, **known)
     reasons = dict[str, tuple[str, str]]()
-    for name in settled(cfg):
+    for name in learning_settings(cfg):
         reason = _trl_reason(name, cfg, words)
         if reason is not None:
             reasons[name] = reason
-    carried = tuple(compare_there(settled(cfg), settled(there), reasons))
-    return Conversion("trl", TRL_VERSION, words, settled(there), carried)
+    carried = tuple(compare_there(learning_settings(cfg), learning_settings(there), reasons))
+    return Conversion("trl", TRL_VERSION, words, learning_settings(there), carried)

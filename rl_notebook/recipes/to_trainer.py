@@ -30,7 +30,7 @@ from ..core.loss_params import SURROGATE_PARAM_NAMES
 from ..core.types import ConfigError, check_replaceable
 from ..experiments.trainers import TERMS, compare_trainers
 from ..loop.state import Loop
-from .conversion import Conversion, config_of_trl, convert, settled
+from .conversion import Conversion, config_of_trl, convert, learning_settings
 from .rl_loop import config_rewards, load_problem, read_rows
 from .script import Sources, reward_functions, reward_name
 from ..runs.records import StepRecord
@@ -286,7 +286,7 @@ NOT_RUN = (
 )
 GENERAL = (
     "Random numbers are drawn by other generators, so the order of shuffled rows, the samples and the initial weights of an "
-    "adapter are not the same. What is said to be exact holds for the same completions."
+    "adapter are not the same. What is said to be exact holds for the same completions. `a` → `b`: a in the notebook, b there."
 )
 
 
