@@ -988,9 +988,11 @@ def _words_of_others(run: Run, seen: Sequence[Any], agree: bool) -> list[str]:
 
 def _verdict(diagnosis: Diagnosis, shown: Diagnosis, number: int | None) -> str:
     "A step in a few words that agree with what is shown of one step, or (None) of this one or of several together."
+    from rl_notebook.insight.doctor.causes import UNEXPLAINED
+
     if diagnosis.ok or diagnosis.certainty == "sure":
         return diagnosis.cause
-    if shown.ok or shown.certainty == "a guess":
+    if shown.ok or shown.certainty == "a guess" or shown.cause == UNEXPLAINED:
         return "differs"
     if number is not None:
         return f"differs, see step {number}"

@@ -190,7 +190,7 @@ def test_the_doctor_names_the_step_and_the_cause(demo, tmp_path, capsys):
     assert main(["doctor", str(run)]) == 1
     output = capsys.readouterr().out
     assert re.search(r"^step +1  no mismatch", output, flags=re.M)
-    assert re.search(r"^step +2  shift", output, flags=re.M)
+    assert re.search(r"^step +2  differs: shift", output, flags=re.M)
     assert main(["doctor", str(run), "--step", "1", "--rescore"]) == 0
 
 

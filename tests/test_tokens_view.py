@@ -189,7 +189,7 @@ def test_a_planted_shift_is_detected(shift: int, seed: int, size: int, noise: fl
     overview = inspect_tokens(datums, policy_logprobs=policy).overview
     means = overview["shift"]["means"]
     assert overview["shift"]["shifts"][int(np.argmin(means))] == shift
-    assert overview["verdict"]["text"].startswith("Shift") == (shift != 0)
+    assert overview["verdict"]["text"].startswith("Probably shift") == (shift != 0)
     assert (overview["verdict"]["state"] == "well") == (shift == 0 and noise < 1e-3)
 
 

@@ -25,6 +25,7 @@ from ..core.types import Datum, DatumError, RLNotebookError
 from ..experiments.fork import Fork, fork, likeliest_tokens, resampler_of
 from ..experiments.locate import Located, curve_cells, locate, saved_results
 from ..insight.doctor.doctor import CONCLUSIVE_SCORE, Diagnosis, rank_causes
+from ..insight.doctor.causes import UNEXPLAINED
 from ..insight.doctor.evidence import Evidence, token_tolerance
 from ..core.gaps import ROUNDING
 from rl_notebook.show.html import (
@@ -156,9 +157,14 @@ def _cause_words(d: Diagnosis, syncs: str) -> tuple[str, str]:  # (state, words)
     "The doctor's finding, as far as it is one; `well`, `found`, `likely` or `open`."
     if d.ok:
         return "well", ""
-    if d.certainty == "sure" and (d.cause not in MOVED or d.score >= CONCLUSIVE_SCORE):
+    # what moves numbers about must explain nearly all of the gap, whether or not an experiment has tested it
+    explained = next((f.score for f in d.findings), d.score)
+    is_clear = d.cause not in MOVED or explained >= CONCLUSIVE_SCORE
+    if d.certainty == "sure" and is_clear:
         return "found", f"{d.cause}: {d.text}"
-    if d.certainty == "likely" and d.cause not in MOVED:
+    if d.cause == UNEXPLAINED:
+        return "open", f"{d.cause}: {d.text}; it may be {' or '.join(d.undecided)}"
+    if d.certainty == "likely" and is_clear:
         return "likely", f"probably {d.cause}: {d.text}" + (
             f"; or {' or '.join(d.undecided)}" if d.undecided else ""
         )

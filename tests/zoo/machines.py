@@ -170,7 +170,8 @@ class Server:
         with torch.no_grad():
             logits = self.model(torch.tensor([self.fed(tokens)])).logits[0, -len(tokens) : -1]
         series = _picked(logits[None], torch.tensor([list(map(int, tokens[1:]))]))[0]
-        return Logprobs(series, source="sampler", policy_version=self.version)
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return Logprobs(series, source="sampler", policy_version=self.version, dtype=dtype)
 
 
 def _picked(logits: Tensor, ids: Tensor) -> np.ndarray:  # (B, C)

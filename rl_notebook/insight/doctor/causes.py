@@ -15,9 +15,11 @@ import pandas as pd
 
 from rl_notebook.insight.doctor.evidence import (
     MAX_CHANCE,
+    MAX_FALSE_ALARM_RATE,
     MIN_TOKENS_OFF,
     MIN_LIKELY,
     AMBIGUOUS_SCORE,
+    GUESS_SCORE,
     MIN_SURE,
     NOISE_FACTOR,
     HALF_PRECISION,
@@ -28,12 +30,14 @@ from rl_notebook.insight.doctor.evidence import (
     beyond,
     coarser_rounding,
     differs,
+    direction,
     excess,
     explained,
     finer_rounding,
     nearest_at,
     not_by_chance,
     repetitions,
+    rounding_here,
     score_prediction,
     size,
     token_tolerance,
@@ -46,11 +50,14 @@ __all__ = []
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #d4ead6bc
 NO_MISMATCH = "no mismatch"
 NONE = "none of the known causes"
+UNEXPLAINED = "a gap that the record cannot explain"
 PART_OF_WEIGHTS = "part of the weights does not arrive"
 FIXES: dict[str, str] = {
     NO_MISMATCH: "Nothing to fix.",
     NONE: "Compare the two programs layer by layer on one of the tokens below: kernels, quantisation, positions, "
     "norms, and what the sampler does to the logits.",
+    UNEXPLAINED: "Connect trainer and sampler (`backend=`, or `rl-notebook doctor RUN --rescore`). Where that is not possible, "
+    "sync, and record a step at temperature 1 with nothing cut or penalised: a gap that it still has is of neither settings nor old weights.",
     "shift": "Target i is token i + 1, on both sides: rl_notebook.core.align converts, and checks lengths.",
     "temperature": "Divide the logits by the sampling temperature on both sides, or on neither.",
     "top-p or top-k": "Compare raw logprobs with raw ones, or sample with top_p=1 and top_k=0.",
@@ -113,7 +120,7 @@ def mask_leak(e: Evidence) -> Iterator[CauseFinding]:
     )
     if leaked:
         text = f"{leaked} trained positions that the policy did not sample"
-        yield CauseFinding("mask leak", 1.0, text, {"positions": leaked})
+        yield CauseFinding("mask leak", 1.0, text, {"positions": leaked}, is_counted=True)
         return
     # 0 is right for a token that is certain
     empty = (~np.isfinite(e.s) | (e.s == 0)) & ~(e.p > np.log(MIN_SURE))
@@ -157,7 +164,8 @@ def non_finite(e: Evidence) -> Iterator[CauseFinding]:
     if bad.any():
         at = np.flatnonzero(bad)
         text = f"{len(at)} of {len(e.gap)} positions have no finite number"
-        yield CauseFinding("non-finite", 1.0, text, {"positions": len(at)}, tuple(at.tolist()))
+        where = tuple(at.tolist())
+        yield CauseFinding("non-finite", 1.0, text, {"positions": len(at)}, where, is_counted=True)
 
 
 def wrong_reference(e: Evidence) -> Iterator[CauseFinding]:
@@ -181,7 +189,7 @@ def other_tokens(e: Evidence) -> Iterator[CauseFinding]:
     groups = [group for group in e.other_tokens_from.values() if group is not None]
     if groups:
         text = f"{len(groups)} of {len(e.datums)} datums begin with the prompt of another group"
-        yield CauseFinding("wrong group", 1.0, text, {"datums": len(groups)})
+        yield CauseFinding("wrong group", 1.0, text, {"datums": len(groups)}, is_counted=True)
     elif e.other_tokens_from:
         text = f"{len(e.other_tokens_from)} of {len(e.datums)} datums have other tokens than their sample"
         yield CauseFinding(
@@ -486,11 +494,10 @@ def one_level(
         numbers = {"below": below, "kept": 1 - most}
         if not e.listings:  # nobody has seen which tokens are missing
             score = min(score, MAX_UNLISTED_SCORE)
-            other = min(score, AMBIGUOUS_SCORE)
-            yield CauseFinding(
-                "bias or penalty", other, f"{text}, or a likely token forbidden", numbers
-            )
         yield CauseFinding("top-p or top-k", score, text, numbers)
+        if not e.listings:
+            forbidden = f"{text}, or a likely token forbidden"
+            yield CauseFinding("bias or penalty", min(score, AMBIGUOUS_SCORE), forbidden, numbers)
 
 
 # of a cut that is seen only in what is left: a forbidden token leaves the same
@@ -520,19 +527,13 @@ def from_series(e: Evidence) -> Iterator[CauseFinding]:
             "temperature", AMBIGUOUS_SCORE, f"sampled and scored at {sorted(claimed)}"
         )
     elif explained(e.gap, e.flat(e.raw) - e.p, token_tolerance(e)) >= MIN_SURE:  # a cut lowers none
-        cause = (
-            "temperature" if beyond(np.minimum(e.gap, 0), finer_rounding(e)) else "top-p or top-k"
-        )
-        yield CauseFinding(
-            cause,
-            AMBIGUOUS_SCORE,
-            "the sampler's raw logprobs are the trainer's, and its others are not",
-        )
+        is_cut = not beyond(np.minimum(e.gap, 0), finer_rounding(e))
+        text = "the sampler's raw logprobs are the trainer's, and its others are not"
+        for cause in ("top-p or top-k",) if is_cut else ("temperature", "bias or penalty"):
+            yield CauseFinding(cause, AMBIGUOUS_SCORE, text)
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2cab0719
-# probability that chance alone looks like one alternative; there are three
-MAX_FALSE_ALARM_RATE = 1e-4
-MIN_GAIN = -float(np.log(MAX_FALSE_ALARM_RATE))  # nats
+MIN_GAIN = -float(np.log(MAX_FALSE_ALARM_RATE))  # nats, for each of three alternatives
 INVERSE_TEMPERATURES = np.delete(np.geomspace(1 / 8, 64, 109), 36)  # 1/T, without 1
 # share of "something else" that is still sampled
 KEPT_OF_OTHERS = np.array([0.5, 0.1, 0.02, 0.001])
@@ -676,9 +677,9 @@ def vocabulary(e: Evidence) -> Iterator[CauseFinding]:
     if differs(e) and absurd.sum() >= MIN_TOKENS_OFF:
         at = np.flatnonzero(absurd).tolist()
         text = f"{len(at)} tokens are less likely than 1 in {ids} for the trainer, which is {share:.0%} of the gap"
-        yield CauseFinding(
-            "vocabulary", AMBIGUOUS_SCORE * share, text, {"tokens": len(at)}, tuple(at)
-        )
+        # another prompt surprises, too
+        most = AMBIGUOUS_SCORE if "policy" in e.controls else GUESS_SCORE
+        yield CauseFinding("vocabulary", most * share, text, {"tokens": len(at)}, tuple(at))
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2232c9eb
 def repeated_prefix_pairs(e: Evidence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # (T,) each
@@ -922,7 +923,6 @@ def decoding(e: Evidence) -> Iterator[CauseFinding]:
         yield CauseFinding("decoding", MAX_UNSYNCED_SCORE, f"{text}, and none in its first token")
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #3ee7f404
-GUESS_SCORE = 0.3  # nothing speaks against it
 MIN_TEMPLATE_GAP = 5.0  # nats: a few updates move no token this far, another prompt does
 MAX_STANDARD_ERRORS = 4.0  # standard errors
 MAX_STEP_RATIO = 10.0  # how much larger the mean gap of one step may be than that of another
@@ -956,11 +956,11 @@ def dtype_or_batching(e: Evidence) -> Iterator[CauseFinding]:
     stays = not np.isfinite(again).any() or beyond(again, finer_rounding(e))
     seen = is_half_precision(e)
     if (
-        differs(e)
+        beyond(e.gap, finer_rounding(e))
         and centred
         and stays
         and not e.provenance.agreed
-        and not beyond(gap, rounding("bfloat16"))
+        and not beyond(gap, rounding_here(e, "bfloat16"))
     ):
         by_step: Any = pd.Series(np.abs(e.gap)).groupby(np.array(e.steps)[e.row]).mean()
         alike = (
@@ -981,7 +981,7 @@ def dtype_or_batching(e: Evidence) -> Iterator[CauseFinding]:
 
 
 def unexplained_gap(e: Evidence) -> Iterator[CauseFinding]:
-    "What a record alone leaves open."
+    "What a record alone leaves open, and what it may be."
     if not differs(e) or "policy" in e.controls:
         return
     a, b, _ = repeated_prefix_pairs(e)
@@ -989,22 +989,20 @@ def unexplained_gap(e: Evidence) -> Iterator[CauseFinding]:
     left = ["stale weights", "BOS or template"]
     left = left if size(e.gap).largest <= MIN_TEMPLATE_GAP else left[::-1]  # the likelier first
     if e.provenance.agreed:  # so it is nothing that is the same in every step
-        left = ["stale weights"]
-        text = f"{text}, and both sides agree in an earlier step"
-    elif e.provenance.untrained:
+        text = f"{text}, and both sides agree in an earlier step; the record alone cannot tell"
+        yield CauseFinding("stale weights", AMBIGUOUS_SCORE, text)
+        return
+    if e.provenance.untrained:
         left = ["BOS or template"]
-        text = f"{text}, though the policy is still its reference"
+        text = f"such as another prompt makes while the policy is still its reference, {text}"
+    elif not beyond(e.gap, finer_rounding(e)):
+        text = f"{text} is no more than rounding, but {direction(e)}"
     # of the trainer, in rows that begin alike
     if len(a) < MIN_TOKENS_OFF or beyond(e.p[a] - e.p[b], finer_rounding(e)):
         left.append("dropout")
-    for k, cause in enumerate(left):
-        score = GUESS_SCORE / 2 if k else AMBIGUOUS_SCORE if e.provenance.agreed else GUESS_SCORE
-        prompt = (
-            ", as another prompt makes it: BOS, template or system message"
-            if left == ["BOS or template"]
-            else ""
-        )
-        yield CauseFinding(cause, score, f"{text}{prompt}; the record alone cannot tell")
+    yield CauseFinding(UNEXPLAINED, MIN_LIKELY, text)
+    for cause in left:
+        yield CauseFinding(cause, GUESS_SCORE, f"{text}; the record alone cannot tell")
 
 
 def no_mismatch(e: Evidence) -> Iterator[CauseFinding]:

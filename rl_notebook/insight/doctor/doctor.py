@@ -21,6 +21,7 @@ from rl_notebook.insight.doctor.causes import (
     NO_MISMATCH,
     NEXT_EXPERIMENTS,
     PART_OF_WEIGHTS,
+    UNEXPLAINED,
     MAX_UNSYNCED_SCORE,
     dtype_or_batching,
     from_series,
@@ -190,9 +191,12 @@ class Diagnosis:
     @property
     def answer(self) -> tuple[str, str, str, str, str]:
         "How sure and which cause, why, where the gap is, which experiment would decide, and the fix."
-        sure = "" if self.certainty == "sure" else f", {self.certainty}"
+        plain = self.certainty == "sure" or self.cause in (NO_MISMATCH, UNEXPLAINED)
+        sure = "" if plain else f", {self.certainty}"
         other = " or ".join(self.undecided)
         doubt = [f"With what is known it cannot be distinguished from {other}."] if other else []
+        if other and self.cause == UNEXPLAINED:
+            doubt = [f"It may be {other}."]
         if self.next_experiment:
             doubt += [f"To decide: {self.next_experiment}."]
         location = f"{self.location[0].upper()}{self.location[1:]}." if self.location else ""
@@ -244,7 +248,7 @@ def finding_rows(d: Diagnosis, seen: bool = True) -> list[list[Any]]:
     wanted = (
         f
         for f in d.findings
-        if (f.score >= _SEEN) == seen and (seen or f.cause not in (NO_MISMATCH, NONE))
+        if (f.score >= _SEEN) == seen and (seen or f.cause not in (NO_MISMATCH, NONE, UNEXPLAINED))
     )
     return [[f.cause, round(float(f.score), 2), f.text] for f in wanted]
 
@@ -295,6 +299,9 @@ def none_of_these(e: Evidence, best: float) -> Iterator[CauseFinding]:
         yield CauseFinding(NONE, min(1 - best, AMBIGUOUS_SCORE), text)
 
 
+MAX_UNTESTED_SCORE = 0.85  # of what no experiment has tested: it is likely at most
+
+
 def rank_causes(e: Evidence) -> Diagnosis:
     "Ask every hypothesis; pure, so the same evidence gives the same diagnosis."
     hypotheses = [*GAP_FREE_HYPOTHESES, *(GAP_HYPOTHESES if differs(e) else ())]
@@ -309,6 +316,13 @@ def rank_causes(e: Evidence) -> Diagnosis:
         if cause not in strongest
     ]
     best, *others = findings = (*strongest.values(), *excluded)
+    experiments = (
+        *dict.fromkeys(name.partition(",")[0] for name in e.controls),
+        *(["sampler's likeliest tokens"] if e.listings else []),
+        *(["completions sampled again"] if e.completions else []),
+        *(["tokens sampled again"] if e.resamples else []),
+    )
+    is_tested = bool(experiments) or best.is_counted
     close = [
         f.cause
         for f in others
@@ -316,22 +330,17 @@ def rank_causes(e: Evidence) -> Diagnosis:
     ]
     return Diagnosis(
         cause=best.cause,
-        score=best.score,
+        score=best.score if is_tested else min(best.score, MAX_UNTESTED_SCORE),
         text=best.text,
         numbers=best.numbers,
         tokens=shown_tokens(e, best.positions),
         fix=words_for(e.provenance.sources)(FIXES[best.cause]),
         findings=findings,
-        undecided=tuple(cause for cause in close if cause != NO_MISMATCH),
+        undecided=tuple(cause for cause in close if cause not in (NO_MISMATCH, UNEXPLAINED)),
         tolerance=finer_rounding(e),
         noise_floor=noise_floor(e),
         largest=size(e.gap).largest,
-        controls=(
-            *dict.fromkeys(name.partition(",")[0] for name in e.controls),
-            *(["sampler's likeliest tokens"] if e.listings else []),
-            *(["completions sampled again"] if e.completions else []),
-            *(["tokens sampled again"] if e.resamples else []),
-        ),
+        controls=experiments,
         failed=e.failed,
     )
 

@@ -187,12 +187,36 @@ def size(gap: np.ndarray) -> Gap:
     return Gap(float(sizes.mean()), float(sizes.max()), "") if len(sizes) else Gap(0.0, 0.0, "")
 
 
-HALF_PRECISION = ("bfloat16", "float16")
+UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+HALF_PRECISION = tuple(UNIT_ROUNDOFF)
 NOISE_FACTOR = (
     4  # times a measured difference that another one may be: both are means of a few large values
 )
-# what two programs in 16 bits may differ by, however well each repeats its own numbers
-MIN_MEASURED = Rounding(0.005, 0.25)
+LOGIT_ROUNDING = Rounding(5.0, 30.0)  # in units of what a logit is off by
+
+
+def logit_scale(e: Evidence) -> float:
+    "Nats, about the standard deviation of the logits of one place: from what the sampled tokens vary, and how far their mean is from a uniform guess."
+    known = e.p[np.isfinite(e.p)]
+    vocab_size = e.provenance.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
+    above_uniform = max(0.0, float(np.log(vocab_size) + known.mean()))
+    return float(np.sqrt(known.var() + 2 * above_uniform))
+
+
+def share_of_others(e: Evidence) -> np.ndarray:
+    "(K,) the probability of all other tokens, by the side that gives more: as much of an error of the logits reaches a token's logprob."
+    return np.clip(-np.expm1(np.fmin(e.p, e.s)), 0.001, 1.0)
+
+
+def rounding_of_logits(e: Evidence, dtype: str) -> Rounding:
+    "What 16 bits explain of logits of this size, in nats."
+    known = np.isfinite(e.gap)
+    if not known.any():
+        return rounding(dtype)
+    unit = UNIT_ROUNDOFF[dtype] * logit_scale(e)
+    share = share_of_others(e)[known]
+    mean = LOGIT_ROUNDING.mean * unit * float(share.mean())
+    return Rounding(mean, LOGIT_ROUNDING.largest * unit * float(share.max()))
 
 
 def repetitions(e: Evidence) -> list[np.ndarray]:  # nats, differences of two series each
@@ -205,14 +229,15 @@ def repetitions(e: Evidence) -> list[np.ndarray]:  # nats, differences of two se
 
 
 def rounding_here(e: Evidence, dtype: str) -> Rounding:
-    "What a precision explains: of 16 bits what was measured, of which a fault can raise one but not all, or else the table's."
+    "What a precision explains: of 16 bits what logits of this size, or what was measured, of which a fault can raise one but not all."
     table = rounding(dtype)
-    measured = [size(x) for x in repetitions(e) if np.isfinite(x).any()]
-    if dtype not in HALF_PRECISION or not measured:
+    if dtype not in HALF_PRECISION:
         return table
-    least = min(measured, key=lambda gap: gap.mean)
-    mean = min(table.mean, max(NOISE_FACTOR * least.mean, MIN_MEASURED.mean))
-    largest = min(table.largest, max(NOISE_FACTOR * least.largest, MIN_MEASURED.largest))
+    computed = rounding_of_logits(e, dtype)
+    measured = [size(x) for x in repetitions(e) if np.isfinite(x).any()]
+    least = min(measured, key=lambda gap: gap.mean, default=Gap(0.0, 0.0, ""))
+    mean = min(table.mean, max(NOISE_FACTOR * least.mean, computed.mean))
+    largest = min(table.largest, max(NOISE_FACTOR * least.largest, computed.largest))
     return Rounding(mean, largest)
 
 
@@ -235,15 +260,58 @@ def beyond(gap: np.ndarray, allowed: Rounding) -> bool:
     return not allowed.explains(size(gap))
 
 
-def differs(e: Evidence) -> bool:
-    "Whether trainer and sampler differ by more than rounding."
-    return beyond(e.gap, finer_rounding(e))
-
-
 def token_tolerance(e: Evidence) -> float:
     "Nats: a difference of one token up to this counts as rounding."
     allowed = finer_rounding(e)
     return min(allowed.largest, 2 * allowed.mean)
+
+# %% ../../../nbs/insight/doctor/00_evidence.ipynb #1889ac7e
+# probability that chance alone looks like a fault
+MAX_FALSE_ALARM_RATE = 1e-4
+MIN_DIRECTION = 0.25  # share of the largest sum that there could be
+
+
+def said_before(e: Evidence) -> np.ndarray:
+    "(K,) 1 where the token stands in the text before it."
+    parts = []
+    for d, mask in zip(e.datums, e.mask, strict=True):
+        _, first, which = np.unique(d.tokens, return_index=True, return_inverse=True)
+        parts.append((first[which] < np.arange(len(d.tokens)))[1:][mask])
+    return np.concatenate(parts).astype(float)
+
+
+def direction(e: Evidence) -> str:
+    "What the gap follows though it may be as large as rounding, in words; empty = nothing."
+    once = np.isfinite(e.gap) & ~pd.Series(e.prefix_hashes(False)).duplicated().to_numpy()
+    # of tokens that the sampler sampled, the mean of a gap without a direction is half its square
+    errors = ((e.gap - e.gap**2 / 2) / share_of_others(e))[once]
+    # from the middle of both sides, whose rounding is in the gap, too
+    learned = e.flat([d.ref_logprobs for d in e.datums]) - (e.p + e.s) / 2
+    begins = np.searchsorted(e.row, e.row)
+    followed = {
+        "is above or below at all tokens alike": np.ones(len(e.gap)),
+        "grows with how likely a token is, as with another temperature": e.p,
+        "lies on tokens that were said before": said_before(e),
+        "grows with depth": np.arange(len(e.gap)) - begins,
+        "goes where the policy has learned since the reference": learned / share_of_others(e),
+    }
+    bound = np.sqrt(2 * np.log(2 * len(followed) / MAX_FALSE_ALARM_RATE))  # Hoeffding's
+    for words, by in followed.items():
+        by = by[once]
+        by = by if np.ptp(by) == 0 else by - by.mean()
+        parts = errors * by
+        strength = abs(parts.sum()) / max(float(np.sqrt((parts**2).sum())), 1e-300)
+        if strength > max(bound, MIN_DIRECTION * np.sqrt(len(parts))):
+            return words
+    return ""
+
+
+def differs(e: Evidence) -> bool:
+    "Whether trainer and sampler differ by more than rounding, or, in 16 bits, in a direction."
+    if beyond(e.gap, finer_rounding(e)):
+        return True
+    dtypes = {e.provenance.trainer_dtype, e.provenance.sampler_dtype} - {None}
+    return bool(dtypes) and dtypes <= {*HALF_PRECISION} and bool(direction(e))
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #2bafb04f
 def excess(gap: np.ndarray, tol: float) -> float:
@@ -268,12 +336,14 @@ class CauseFinding:
     text: str  # in a few words
     numbers: Mapping[str, float] = field(default_factory=dict)
     positions: tuple[int, ...] = ()  # compared positions that show it; empty = the largest gaps
+    is_counted: bool = False  # in the record, so that no experiment would change it
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #b2f3d891
 MIN_SURE = 0.9  # share of the gap that a prediction must explain to be right
 # what counts a sign that other causes may leave, too, such as the best fit of a curve
 AMBIGUOUS_SCORE = 0.6
 MIN_LIKELY = 0.5  # and what is below is a guess
+GUESS_SCORE = 0.3  # nothing speaks against it
 MIN_TOKENS_OFF = 3  # tokens beyond the tolerance that a prediction needs to be scored
 
 
