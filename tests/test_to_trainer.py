@@ -30,7 +30,7 @@ from rl_notebook.cli import main as command
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import ConfigError
 from rl_notebook.recipes import conversion
-from rl_notebook.recipes.conversion import TRL_DEFAULTS, config_of_trl, convert, learning_settings
+from rl_notebook.recipes.conversion import TRL, config_of_trl, convert, learning_settings
 from rl_notebook.recipes.to_trainer import terms_there
 from rl_notebook.task.rewards import make_soft_overlong
 from rl_notebook.task.toy import toy_format_reward, toy_reward
@@ -74,7 +74,7 @@ def test_a_loss_that_is_said_to_be_exact_is_that_of_trl(words: dict[str, Any]) -
     theirs = {
         name: value
         for name, value in result.settings.items()
-        if name in conversion._loss_names({**TRL_DEFAULTS, **result.settings})
+        if name in {"loss_type", *conversion.loss_settings({**TRL.defaults, **result.settings})}
     }
     if not result.settings["use_vllm"]:
         theirs = {name: v for name, v in theirs.items() if not name.startswith("vllm_")}
@@ -156,7 +156,7 @@ def test_every_setting_is_compared_or_changes_nothing_that_is_learned() -> None:
 
 def test_the_defaults_are_those_of_trl() -> None:
     defaults = {f.name: f.default for f in fields(GRPOConfig)}
-    assert {name: defaults[name] for name in TRL_DEFAULTS} == TRL_DEFAULTS
+    assert {name: defaults[name] for name in TRL.defaults} == TRL.defaults
 
 
 def test_what_only_trl_has_is_a_note() -> None:
@@ -381,7 +381,7 @@ def test_a_script_is_read_without_running_it(two_steps: Any) -> None:
     assert [fn.function for fn in experiment.load_rewards()] == [toy_reward, shorter, last_number]
     assert [r.answer for r in experiment.rows] == [r["answer"] for r in rln.toy_rows(40)]
     cfg = Config(**LIKE_TRL | RUN | SCRIPTS["a mean over tokens, KL"], steps=2)
-    assert learning_settings(experiment.cfg) == learning_settings(cfg)
+    assert learning_settings(experiment.cfg.flat()) == learning_settings(cfg.flat())
 
 
 def test_the_page_says_what_differs_on_the_recorded_step(tmp_path: Path) -> None:

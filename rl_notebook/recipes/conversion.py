@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+import yaml
 
 from rl_notebook.config.aliases import (
     CORRECTION,
@@ -24,10 +27,10 @@ from ..core.advantages import WITHOUT_STD
 from ..core.loss_params import SURROGATE_PARAM_NAMES, SURROGATE_PARAMS, TRL_PRESETS
 from ..core.types import ConfigError, quoted
 from ..experiments.plan import plan
-from ..runs.watch import SETTINGS_OF_ALL_LOSSES, SETTINGS_OF_LOSS, VLLM_LOSS_SETTINGS
+from ..runs.watch import LOSS_SETTINGS, loss_settings
 
 # %% auto #0
-__all__ = ['trl_words', 'config_of_trl', 'Carried', 'Conversion', 'convert']
+__all__ = ['config_of_trl', 'Carried', 'Conversion', 'convert']
 
 # %% ../../nbs/recipes/08_conversion.ipynb #59161965
 _LOCAL = """
@@ -44,243 +47,336 @@ LOCAL = frozenset(_LOCAL.split()) | {
 
 # %% ../../nbs/recipes/08_conversion.ipynb #a44f1d2f
 NO_CLIP = 1e9  # a bound that no ratio reaches: log ratios are capped at 20
+USED_WITH = {  # a setting: the one without which it does nothing
+    "kl_estimator": "kl_beta",
+    "kl_bias_correction": "kl_beta",
+    "weight_decay_on": "weight_decay",
+    "lora_alpha": "lora_rank",
+    "entropy_coeff_step": "entropy_target",
+}
+DIVIDED = {"num_loss_tokens": "token_mean", "num_sequences": "sample_mean"}
 
 
-def learning_settings(cfg: Config) -> dict[str, Any]:  # by setting, flat
+def learning_settings(settings: Mapping[str, Any]) -> dict[str, Any]:  # by setting, flat
     "The settings that decide what is learned, defaults filled in, in one form for each meaning."
-    values = {name: v for name, v in cfg.flat().items() if name.partition(".")[0] not in LOCAL}
-    for name, default in SURROGATE_PARAMS.get(cfg.policy_loss, {}).items():
-        values[name] = default if values[name] is None else values[name]
-    if cfg.policy_loss in ("dapo", "importance_sampling"):
+    values = {name: v for name, v in settings.items() if name.partition(".")[0] not in LOCAL}
+    loss = values["policy_loss"]
+    defaults = SURROGATE_PARAMS.get(loss, {})
+    values |= {name: default for name, default in defaults.items() if values[name] is None}
+    if loss == "importance_sampling":
+        values["eps_clip"] = NO_CLIP
+    if loss in ("dapo", "importance_sampling"):
         values["policy_loss"] = "ppo"
-    if cfg.policy_loss == "importance_sampling":
-        values |= {"eps_clip": NO_CLIP, "eps_clip_high": NO_CLIP}
     if values["eps_clip_high"] is None:
         values["eps_clip_high"] = values["eps_clip"]
-    if cfg.policy_loss == "cispo":
+    if loss == "cispo":
         values["eps_clip"] = min(values["eps_clip"], 1.0)  # a ratio is at least 0
-    divided = {"num_loss_tokens": "token_mean", "num_sequences": "sample_mean"}
-    values["aggregation"] = divided.get(cfg.grad_accumulation_normalization, cfg.aggregation)
-    unused = {"grad_accumulation_normalization"}
-    if cfg.tis == "off":
+    divided = values.pop("grad_accumulation_normalization")
+    values["aggregation"] = DIVIDED.get(divided, values["aggregation"])
+    unused = {name for name, needed in USED_WITH.items() if not values[needed]}
+    if values["tis"] == "off":
         unused |= {*CORRECTION} - {"tis"}
-    if cfg.advantage_scale in WITHOUT_STD:
+    if values["advantage_scale"] in WITHOUT_STD:
         unused |= {"advantage_eps", "ddof"}
-    if cfg.kl_beta == 0:
-        unused |= {"kl_estimator", "kl_bias_correction"}
-    if cfg.weight_decay == 0:
-        unused |= {"weight_decay_on"}
-    if cfg.lora_rank == 0:
-        unused |= {"lora_alpha"}
-    if cfg.entropy_target is None:
-        unused |= {"entropy_coeff_step"}
     return {name: v for name, v in values.items() if name not in unused}
 
 # %% ../../nbs/recipes/08_conversion.ipynb #6f8ced05
-_TRL_SAME = """
-num_generations max_completion_length temperature top_p top_k min_p repetition_penalty chat_template_kwargs
-num_train_epochs shuffle_dataset seed learning_rate lr_scheduler_type adam_beta1 adam_beta2 adam_epsilon weight_decay
-max_grad_norm beta off_policy_mask_threshold
-"""
-TRL_SAME: Mapping[str, str] = {
-    RENAMED.get(name, name): name for name in _TRL_SAME.split()
-}  # by ours
-_TRL_KINDS = {
+def equal_share(total: int, parts: int, each: int, got: str) -> int:
+    "A part of what a step has, `each` of them per prompt; raises ConfigError where the parts cannot be equal."
+    if total % parts:
+        fix = f"Set prompt_groups_per_step to a multiple of {parts // math.gcd(parts, each)}."
+        expected = "the same number for each"
+        raise ConfigError("prompt_groups_per_step", got=got, expected=expected, fix=fix)
+    return total // parts
+
+
+def quantities(cfg: Config, processes: int = 1) -> dict[str, Any]:
+    """The settings of a config by name, and the numbers that trainers make of several of them.
+
+    Raises ConfigError for a step that the processes cannot share evenly."""
+    updates = cfg.ppo_n_minibatches
+    k = cfg.completions_per_prompt
+    completions = cfg.prompt_groups_per_step * k
+    got = f"{completions} completions in {updates} updates on {processes} processes"
+    share = equal_share(completions, updates * processes, k, got)
+    most = min(share, cfg.max_samples_per_fwd_bwd)
+    micro = next(n for n in range(most, 0, -1) if share % n == 0)
+    evaluates = cfg.eval_rows > 0 and cfg.eval_interval > 0
+    settings = cfg.flat()
+    values = {name: settings[name] for name in settings if name in LOCAL}
+    values |= learning_settings(settings)
+    dual = values["policy_loss"] == "ppo" and values["eps_clip_c"] is not None
+    return values | {
+        "processes": processes,
+        "micro": micro,  # completions of a micro-batch of one process
+        "parts": share // micro,  # micro-batches of an update
+        "slices": share // micro * updates,  # micro-batches of a step
+        "updates_of_run": None if cfg.steps is None else cfg.steps * updates,
+        "warmup_updates": cfg.warmup_steps * updates,
+        "warmup": cfg.warmup_steps * updates or cfg.warmup_ratio,
+        "min_lr": {"min_lr_rate": cfg.min_lr_rate} if cfg.min_lr_rate else None,
+        "betas": [cfg.adam_beta1, cfg.adam_beta2],
+        "lora_alpha": int(cfg.lora_alpha) if cfg.lora_rank else None,
+        "kl_on": cfg.kl_beta > 0,
+        "surrogate": "dual_clip" if dual else values["policy_loss"],
+        "length_limit": cfg.max_completion_tokens if cfg.aggregation == "constant" else None,
+        "max_prompt_tokens": cfg.max_seq_len - cfg.max_completion_tokens,
+        "eval_updates": cfg.eval_interval * updates if evaluates else None,
+        "eval_completions": cfg.eval_samples if evaluates else None,
+        "eval_batch": 8 * cfg.eval_samples if evaluates else None,
+        "save_updates": cfg.dcp_save_interval * updates or None,
+        "trackers": list(cfg.report_to) or "none",
+        "loo_factor": (k - 1) / k,
+        "ddof_factor": ((k - 1) / k) ** 0.5,
+    }
+
+# %% ../../nbs/recipes/08_conversion.ipynb #eb574c6c
+@dataclass(frozen=True)
+class Slot:
+    "A setting of another trainer that holds one of ours."
+
+    name: str  # there
+    setting: str  # ours, or one of `quantities`
+    words: Mapping[Any, Any]  # ours: theirs
+
+    def theirs(self, value: Any) -> Any:
+        "Our value in its words."
+        return self.words.get(value, self.words.get("else", value)) if self.words else value
+
+    def ours(self, value: Any) -> Any:
+        "Its value in our words."
+        return next((mine for mine, word in self.words.items() if word == value), value)
+
+
+@dataclass(frozen=True)
+class Table:
+    "What another trainer calls our settings, what it has fixed, and why a setting is not the same there."
+
+    version: str  # whose names these are
+    titles: tuple[str, str]  # in `compare_trainers`, without and with a correction for the sampler
+    config: Mapping[str, Any]
+    factor: Mapping[str, str]  # reasons, by what they apply to
+    impossible: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # ours: what it does without a setting
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of its settings
+    local: str = ""  # settings of it that are read elsewhere, or change nothing that is learned
+
+    @property
+    def slots(self) -> list[Slot]:
+        "The lines with a setting of ours."
+        slots = list[Slot]()
+        for name, text in self.config.items():
+            if str(text).startswith("$"):
+                setting, *words = (text[1:] or RENAMED.get(name, name)).split()
+                pairs = [yaml.safe_load(word.replace("=", ": ")) for word in words]
+                slots.append(Slot(name, setting, {k: v for pair in pairs for k, v in pair.items()}))
+        return slots
+
+    def fill(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        "The trainer's config; a setting at None that it has no word for is left out."
+        settings = {n: v for n, v in self.config.items() if not str(v).startswith("$")}
+        for slot in self.slots:
+            value = values.get(slot.setting)
+            if value is not None or None in slot.words:
+                settings[slot.name] = slot.theirs(value)
+        return settings
+
+    def reason(self, name: str, values: Mapping[str, Any], differs: bool) -> tuple[str, str]:
+        "Kind and reason of a setting; exact where none applies and it does not differ."
+        facts = {**values, "differs": differs}
+        for kind, reasons in (("factor", self.factor), ("impossible", self.impossible)):
+            for conditions, why in reversed([*reasons.items()]):
+                subject = re.split("!?=", conditions)[0]
+                tests = conditions if subject != conditions else "differs=true"
+                if subject == name and all(holds(test, facts) for test in tests.split()):
+                    return kind, why.format(**values)
+        return ("impossible", NO_SUCH_SETTING) if differs else ("exact", "")
+
+
+def holds(test: str, facts: Mapping[str, Any]) -> bool:
+    "Whether `name=value` or `name!=value` is so."
+    name, sign, word = re.split("(!?=)", test)
+    return (facts.get(name) == yaml.safe_load(word)) == (sign == "=")
+
+
+NO_SUCH_SETTING = "there is no such setting, or none that was compared"
+
+# %% ../../nbs/recipes/08_conversion.ipynb #48c42192
+REASONS = """
+- &factor
+  policy_loss=grpo ppo_n_minibatches=1: the gradient is equal, since each completion is trained once and its ratio is 1; the loss has another value
+  drop_zero_variance_groups: 'groups without signal count in the denominator: the gradient is multiplied by the share of the others'
+- &impossible
+  policy_loss: the clipped loss was written in its place
+- &engine
+  ppo_n_minibatches!=1: the parts are whole prompts, in another order
+  advantage_eps: advantages are (std + eps) / (std + 0.000001) times as large
+  base_model=tiny: &shipped 'a model that ships with this package: export it, and give its folder'
+  base_model=smollm2: *shipped
+  dtype: 'the forward pass computes in bfloat16: the last bits of the logprobs differ'
+- """
+
+
+def read_table(text: str) -> Table:
+    "A table from its YAML, in which `<<` stands for the reasons of several trainers."
+    return Table(**yaml.safe_load(REASONS + text.strip().replace("\n", "\n  "))[-1])
+
+# %% ../../nbs/recipes/08_conversion.ipynb #b6971464
+TRL = read_table("""
+version: "1.16"
+titles: [TRL, "TRL, vLLM"]
+config:
+  output_dir: $log_path null=output
+  run_name: $run_name
+  num_generations: $
+  max_completion_length: $
+  temperature: $
+  top_p: $
+  top_k: $
+  min_p: $
+  repetition_penalty: $
+  chat_template_kwargs: $
+  num_train_epochs: $
+  shuffle_dataset: $
+  seed: $
+  learning_rate: $
+  lr_scheduler_type: $
+  adam_beta1: $
+  adam_beta2: $
+  adam_epsilon: $
+  weight_decay: $
+  max_grad_norm: $
+  max_steps: $updates_of_run null=-1
+  warmup_steps: $warmup
+  lr_scheduler_kwargs: $min_lr
+  per_device_train_batch_size: $micro
+  gradient_accumulation_steps: $parts
+  steps_per_generation: $slices
+  num_iterations: 1
+  scale_rewards: $advantage_scale std=group none=none batch=batch loo=none gdpo=group else=group
+  multi_objective_aggregation: $advantage_scale std=sum_then_normalize gdpo=normalize_then_sum else=sum_then_normalize
+  mask_truncated_completions: $overlong keep=false mask=true else=false
+  optim: adamw_torch
+  disable_dropout: true
+  sync_ref_model: false
+  bf16: $dtype float32=false bfloat16=true else=false
+  model_init_kwargs: {dtype: float32}
+  use_cpu: $device auto=false cpu=true else=false
+  eval_strategy: $eval_updates null="no" else=steps
+  eval_steps: $eval_updates
+  eval_on_start: $eval_updates null=false else=true
+  num_generations_eval: $eval_completions
+  per_device_eval_batch_size: $eval_batch
+  save_strategy: $save_updates null="no" else=steps
+  save_steps: $save_updates
+  report_to: $trackers
+  logging_steps: 1
+  log_completions: $log_completions 0=false else=true
+  num_completions_to_print: $log_completions 0=null
+factor:
+  <<: *factor
+  aggregation=sum: 'the gradient is divided by the number of trained tokens: AdamW hardly sees it, `grad_clip_norm` does'
+  advantage_scale=loo: advantages are (K-1)/K = {loo_factor:.4g} times as large
+  advantage_eps: 'advantages are (std + {advantage_eps:g}) / (std + 0.0001) times as large: 0.9998 at a std of 0.5'
+  ddof=0: 'the standard deviation divides by K - 1: advantages are sqrt((K-1)/K) = {ddof_factor:.4g} times as large'
+  drop_zero_variance_groups=true kl_beta!=0: 'groups without signal count in the denominator: the gradient is multiplied by the share of the others, and the KL term acts on them'
+  ppo_n_minibatches!=1: TRL shuffles the completions before it splits them, and divides by the mean number of tokens of the parts
+  lr_scheduler_type!=constant ppo_n_minibatches!=1: the learning rate changes with each update, not with each step
+  dtype=bfloat16: 'by autocast: the last bits of the logprobs differ'
+  top_entropy_quantile!=1 parts!=1: it is computed for each micro-batch; set max_samples_per_fwd_bwd so high that a step is one
+  entropy_coeff!=0 parts!=1: it is computed for each micro-batch; set max_samples_per_fwd_bwd so high that a step is one
+impossible:
+  <<: *impossible
+  load_in_8bit: pass a quantization_config to the trainer
+  stop: "with vLLM: generation_kwargs={{'stop': [...]}}"
+  kl_estimator: TRL's KL term is k3
+defaults:
+  {num_generations: 8, max_completion_length: 512, temperature: 1.0, top_p: 1.0, top_k: 0, min_p: null, repetition_penalty: 1.0,
+  num_train_epochs: 3.0, max_steps: -1, shuffle_dataset: true, seed: 42, learning_rate: 1.0e-6, lr_scheduler_type: linear,
+  lr_scheduler_kwargs: null, warmup_steps: 0, adam_beta1: 0.9, adam_beta2: 0.999, adam_epsilon: 1.0e-8, weight_decay: 0.0,
+  max_grad_norm: 1.0, beta: 0.0, loss_type: dapo, importance_sampling_level: token, epsilon: 0.2, epsilon_high: null,
+  delta: null, use_bias_correction_kl: true, sapo_temperature_pos: 1.0, sapo_temperature_neg: 1.05, vespo_k_pos: 2.0,
+  vespo_lambda_pos: 3.0, vespo_k_neg: 3.0, vespo_lambda_neg: 2.0, off_policy_mask_threshold: null, top_entropy_quantile: 1.0,
+  entropy_coef: 0.0, use_adaptive_entropy: false, entropy_target: 0.2, entropy_coef_delta: 0.005, scale_rewards: group,
+  multi_objective_aggregation: sum_then_normalize, mask_truncated_completions: false, use_vllm: false,
+  vllm_importance_sampling_correction: true, vllm_importance_sampling_mode: sequence_mask, vllm_importance_sampling_clip_max: 3.0,
+  vllm_importance_sampling_clip_min: null, chat_template_kwargs: null, num_generations_eval: null, eval_strategy: "no",
+  eval_steps: null, per_device_train_batch_size: 8, gradient_accumulation_steps: 1, steps_per_generation: null,
+  generation_batch_size: null, num_iterations: 1, bf16: null, fp16: false}
+local: >
+  disable_dropout model_init_kwargs trust_remote_code log_completions num_completions_to_print log_unique_prompts log_multimodal
+  log_completions_hub_repo pad_to_multiple_of ds3_gather_for_generation cache_implementation use_transformers_paged
+  use_transformers_continuous_batching transformers_continuous_batching_config
+  num_iterations steps_per_generation generation_batch_size per_device_train_batch_size gradient_accumulation_steps max_steps
+  warmup_steps lr_scheduler_kwargs eval_strategy eval_steps num_generations_eval bf16 fp16 use_vllm
+""")
+
+# %% ../../nbs/recipes/08_conversion.ipynb #401d50ca
+KINDS = {
     preset["aggregation"]: kind
     for kind, preset in TRL_PRESETS.items()
-    if preset["policy_loss"] == "ppo" and kind != "bnpo"
+    if preset["policy_loss"] == "ppo"
 }
-_TRL_MODES = {
+LOSS_NAMES = {name for names in LOSS_SETTINGS.values() for name in names.split()}
+BESIDE = ("base_model", "lora_rank", "lora_alpha", "weight_decay_on", "eval_rows")  # GRPOConfig
+MODES = {
     (ours["tis"], ours["tis_mode"]): mode
     for mode, ours in OTHER_WORDS["vllm_importance_sampling_mode"].items()
 }
-_TRL_SCALES = {"std": "group", "none": "none", "batch": "batch", "loo": "none"}
 
 
-def _trl_loss(s: Mapping[str, Any]) -> dict[str, Any]:
+def trl_loss(s: Mapping[str, Any]) -> dict[str, Any]:
     "The loss of learning settings in TRL's words: the nearest where it has no other."
     loss = s["policy_loss"]
-    own = loss in ("cispo", "sapo", "vespo")
-    kind = loss if own else _TRL_KINDS.get(s["aggregation"], "dapo")
-    by_sequence = loss == "gspo"
-    words: dict[str, Any] = {"loss_type": kind}
-    words["importance_sampling_level"] = "sequence" if by_sequence else "token"
-    words["use_bias_correction_kl"] = bool(s.get("kl_bias_correction", False))
-    if loss in ("ppo", "gspo"):
-        high = s["eps_clip_high"]
-        cut = s["eps_clip_c"]
-        words |= {"epsilon": s["eps_clip"], "epsilon_high": high}
-        words["delta"] = cut if cut is not None and cut >= 1 + high else None
+    kind = loss if loss in ("cispo", "sapo", "vespo") else KINDS.get(s["aggregation"], "dapo")
+    share = 1.0 if loss == "gspo" else s["top_entropy_quantile"]
+    of_tokens = TRL_PRESETS[kind]["aggregation"] == "token_mean" and share == 1
+    mode = MODES.get((s["tis"], s.get("tis_mode")))
+    corrects = mode is not None and not (mode.startswith("token") and loss == "gspo")
+    words = {name: s.get(RENAMED.get(name, name)) for name in LOSS_NAMES}
+    words |= {
+        "loss_type": kind,
+        "importance_sampling_level": "sequence" if loss == "gspo" else "token",
+        "use_bias_correction_kl": bool(s.get("kl_bias_correction")),
+        "top_entropy_quantile": share,
+        "entropy_coef": s["entropy_coeff"] if of_tokens else 0.0,
+        "use_adaptive_entropy": of_tokens and s["entropy_target"] is not None,
+        "use_vllm": corrects,
+        "vllm_importance_sampling_correction": corrects,
+        "vllm_importance_sampling_mode": mode,
+        "vllm_importance_sampling_clip_min": s.get("tis_floor") or None,
+    }
+    if s["eps_clip_c"] is not None and s["eps_clip_c"] < 1 + s["eps_clip_high"]:
+        words["delta"] = None
     if loss == "cispo":
         words["epsilon_high"] = 1 + s["eps_clip_high"]
-    if loss in ("sapo", "vespo"):
-        words |= {name: s[name] for name in SETTINGS_OF_LOSS[loss].split()}
-    if not by_sequence:
-        words["top_entropy_quantile"] = s["top_entropy_quantile"]
-    of_tokens = TRL_PRESETS[kind]["aggregation"] == "token_mean" and s["top_entropy_quantile"] == 1
-    if of_tokens:
-        words["entropy_coef"] = s["entropy_coeff"]
-    if of_tokens and s["entropy_target"] is not None:
-        words |= {"use_adaptive_entropy": True, "entropy_target": s["entropy_target"]}
-        words["entropy_coef_delta"] = s["entropy_coeff_step"]
-    return words
-
-
-def _trl_correction(s: Mapping[str, Any]) -> dict[str, Any]:
-    "The correction for the sampler in TRL's words; TRL has a sampler of its own with vLLM alone."
-    mode = _TRL_MODES.get((s["tis"], s.get("tis_mode")))
-    if mode is None or (mode.startswith("token") and s["policy_loss"] == "gspo"):
-        return {"use_vllm": False, "vllm_importance_sampling_correction": False}
-    cap = s["tis_cap"]
-    words: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate"}
-    words |= {
-        "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": mode,
-    }
-    words["vllm_importance_sampling_clip_max"] = None if cap >= 1e30 else cap
-    words["vllm_importance_sampling_clip_min"] = s["tis_floor"] or None
-    return words
-
-# %% ../../nbs/recipes/08_conversion.ipynb #eb574c6c
-def trl_batches(cfg: Config, processes: int = 1) -> dict[str, int]:
-    "The batch sizes of a step in TRL's words; raises ConfigError for a step that the processes cannot share evenly."
-    completions = cfg.prompt_groups_per_step * cfg.completions_per_prompt
-    parts = cfg.ppo_n_minibatches * processes
-    if completions % parts:
-        got = (
-            f"{completions} completions in {cfg.ppo_n_minibatches} updates on {processes} processes"
-        )
-        fix = f"Set prompt_groups_per_step to a multiple of {parts // math.gcd(parts, cfg.completions_per_prompt)}."
-        raise ConfigError(
-            "prompt_groups_per_step", got=got, expected="the same number for each", fix=fix
-        )
-    each = completions // parts
-    sizes = [n for n in range(1, each + 1) if each % n == 0 and n <= cfg.max_samples_per_fwd_bwd]
-    accumulated = each // sizes[-1]
-    return {
-        "per_device_train_batch_size": sizes[-1],
-        "gradient_accumulation_steps": accumulated,
-        "steps_per_generation": accumulated * cfg.ppo_n_minibatches,
-        "num_iterations": 1,
-    }
-
-# %% ../../nbs/recipes/08_conversion.ipynb #401d50ca
-def trl_words(
-    cfg: Config,
-    processes: int = 1,  # of `accelerate launch`
-) -> dict[str, Any]:
-    """The settings of a config as keywords of TRL's `GRPOConfig`, each of them explicit.
-
-    Raises `ConfigError` for a step that the processes cannot share evenly."""
-    s = learning_settings(cfg)
-    updates = cfg.ppo_n_minibatches
-    words: dict[str, Any] = {"output_dir": cfg.log_path or "output", "run_name": cfg.run_name}
-    words |= {theirs: getattr(cfg, ours) for ours, theirs in TRL_SAME.items()}
-    words["max_steps"] = -1 if cfg.steps is None else cfg.steps * updates
-    words["warmup_steps"] = cfg.warmup_steps * updates or cfg.warmup_ratio
-    words["lr_scheduler_kwargs"] = {"min_lr_rate": cfg.min_lr_rate} if cfg.min_lr_rate else None
-    words |= trl_batches(cfg, processes)
-    words |= _trl_loss(s)
-    words |= _trl_correction(s)
-    words["scale_rewards"] = _TRL_SCALES.get(cfg.advantage_scale, "group")
-    if cfg.advantage_scale == "gdpo":
-        words["multi_objective_aggregation"] = "normalize_then_sum"
-    words["mask_truncated_completions"] = cfg.overlong == "mask"
-    words |= {"optim": "adamw_torch", "disable_dropout": True, "sync_ref_model": False}
-    words |= {"bf16": cfg.dtype == "bfloat16", "model_init_kwargs": {"dtype": "float32"}}
-    words["use_cpu"] = cfg.device == "cpu"
-    if cfg.eval_rows and cfg.eval_interval:
-        words |= {"eval_strategy": "steps", "eval_steps": cfg.eval_interval * updates}
-        words |= {"eval_on_start": True, "num_generations_eval": cfg.eval_samples}
-        words["per_device_eval_batch_size"] = 8 * cfg.eval_samples
-    saved = cfg.dcp_save_interval * updates
-    words |= {"save_strategy": "steps", "save_steps": saved} if saved else {"save_strategy": "no"}
-    words |= {"report_to": list(cfg.report_to) or "none", "logging_steps": 1}
-    if cfg.log_completions:
-        words |= {"log_completions": True, "num_completions_to_print": cfg.log_completions}
-    return words
+    read = {*loss_settings(words), "loss_type", "use_vllm", "vllm_importance_sampling_correction"}
+    kept = {name: v for name, v in words.items() if name in read and v is not None}
+    if corrects:
+        cap = None if s["tis_cap"] >= 1e30 else s["tis_cap"]
+        kept |= {"vllm_mode": "colocate", "vllm_importance_sampling_clip_max": cap}
+    return kept
 
 # %% ../../nbs/recipes/08_conversion.ipynb #d813a161
-TRL_VERSION = "1.16"
-TRL_DEFAULTS: Mapping[str, Any] = {
-    "num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None,
-    "repetition_penalty": 1.0, "num_train_epochs": 3.0, "max_steps": -1, "shuffle_dataset": True, "seed": 42,
-    "learning_rate": 1e-6, "lr_scheduler_type": "linear", "lr_scheduler_kwargs": None, "warmup_steps": 0,
-    "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0,
-    "beta": 0.0, "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None,
-    "delta": None, "use_bias_correction_kl": True, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
-    "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
-    "off_policy_mask_threshold": None, "top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False,
-    "entropy_target": 0.2, "entropy_coef_delta": 0.005, "scale_rewards": "group",
-    "multi_objective_aggregation": "sum_then_normalize", "mask_truncated_completions": False, "use_vllm": False,
-    "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
-    "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None,
-    "chat_template_kwargs": None, "num_generations_eval": None, "eval_strategy": "no", "eval_steps": None,
-    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": None,
-    "generation_batch_size": None, "num_iterations": 1, "bf16": None, "fp16": False,
-}  # fmt: skip
-_ADAMW = ("adamw_torch", "adamw_torch_fused")
-_COUNTS = """num_iterations steps_per_generation generation_batch_size per_device_train_batch_size
-gradient_accumulation_steps max_steps warmup_steps lr_scheduler_kwargs eval_strategy eval_steps num_generations_eval bf16
-fp16 use_vllm"""
-_TRL_LOCAL = """disable_dropout model_init_kwargs trust_remote_code log_completions num_completions_to_print log_unique_prompts
-    log_multimodal log_completions_hub_repo pad_to_multiple_of ds3_gather_for_generation cache_implementation
-    use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config"""
-
-
 def changes_nothing(name: str) -> bool:
     "Whether a setting of TRL says where a run computes or what it prints, and not what is learned."
     from transformers import TrainingArguments
 
-    of_transformers = {f.name for f in fields(TrainingArguments)} - {*TRL_DEFAULTS, "optim"}
-    of_vllm = name.startswith("vllm_") and name not in VLLM_LOSS_SETTINGS
-    return name in _TRL_LOCAL.split() or name in of_transformers or of_vllm
+    of_transformers = {f.name for f in fields(TrainingArguments)} - {*TRL.defaults, "optim"}
+    of_vllm = name.startswith("vllm_") and name not in LOSS_NAMES
+    return name in TRL.local.split() or name in of_transformers or of_vllm
 
 
-def _loss_names(words: Mapping[str, Any]) -> set[str]:
-    "The settings of TRL's loss that this loss reads."
-    preset = TRL_PRESETS.get(words["loss_type"], {"policy_loss": "ppo"})
-    names = {
-        *SETTINGS_OF_ALL_LOSSES.split(),
-        "loss_type",
-        *SETTINGS_OF_LOSS.get(preset["policy_loss"], "").split(),
-    }
-    if preset["policy_loss"] in ("ppo", "cispo"):
-        names |= {"epsilon_high"}
-    if words["use_vllm"]:
-        names |= {*VLLM_LOSS_SETTINGS}
-    if words["entropy_coef"] or words["use_adaptive_entropy"]:
-        names |= {"entropy_coef"}
-    if words["use_adaptive_entropy"]:
-        names |= {"use_adaptive_entropy", "entropy_target", "entropy_coef_delta"}
-    return names
-
-
-def _all_loss_names() -> set[str]:
-    names = {
-        *SETTINGS_OF_ALL_LOSSES.split(),
-        "loss_type",
-        "epsilon_high",
-        *VLLM_LOSS_SETTINGS,
-        "entropy_coef",
-    }
-    names |= {name for text in SETTINGS_OF_LOSS.values() for name in text.split()}
-    return names | {"use_adaptive_entropy", "entropy_target", "entropy_coef_delta"}
-
-
-def _scheduled(words: Mapping[str, Any], updates: int) -> dict[str, Any]:
+def scheduled(words: Mapping[str, Any], updates: int) -> dict[str, Any]:
     "Steps, warm-up and evaluations, which TRL counts in optimizer steps."
-    ours: dict[str, Any] = {"ppo_n_minibatches": updates}
-    if words["max_steps"] > 0:
-        ours["steps"] = math.ceil(words["max_steps"] / updates)
+    steps = words["max_steps"]
     warm = words["warmup_steps"]
-    if 0 < warm < 1:
-        ours["warmup_ratio"] = warm
-    elif warm:
-        ours["warmup_steps"] = math.ceil(warm / updates)
-    least = (words["lr_scheduler_kwargs"] or {}).get("min_lr_rate")
-    if least:
-        ours["min_lr_rate"] = least
+    ours: dict[str, Any] = {"ppo_n_minibatches": updates}
+    ours["steps"] = math.ceil(steps / updates) if steps > 0 else None
+    ours["warmup_ratio" if warm < 1 else "warmup_steps"] = (
+        warm if warm < 1 else math.ceil(warm / updates)
+    )
+    ours |= words["lr_scheduler_kwargs"] or {}
     if words["eval_strategy"] == "steps" and words["eval_steps"]:
         ours["eval_interval"] = math.ceil(words["eval_steps"] / updates)
         ours["eval_samples"] = words["num_generations_eval"] or words["num_generations"]
@@ -293,9 +389,8 @@ def config_of_trl(
     **ours: Any,  # settings of `Config` that are known from elsewhere, as base_model
 ) -> tuple[Config, tuple[str, ...]]:  # and what could not be carried over, in sentences
     "An experiment of TRL as a config; raises `ConfigError` for batches of TRL that do not divide."
-    words = {**TRL_DEFAULTS, **settings}
-    counts = {name: words[name] for name in ("num_generations", *_COUNTS.split()) if name in words}
-    planned = plan(counts, processes=processes)
+    words = {**TRL.defaults, **settings}
+    planned = plan(words, processes=processes)
     if planned.problems:
         raise ConfigError("GRPOConfig", got=planned.problems[0], expected="batches that divide")
     updates = len({part.update for part in planned.slices if part.generation == 1})
@@ -305,14 +400,13 @@ def config_of_trl(
         notes.append(
             f"num_iterations={words['num_iterations']}: each sample is trained on once here"
         )
-    read = {name: value for name, value in words.items() if name not in _COUNTS.split()}
-    unread = _all_loss_names() - _loss_names(words)
+    unread = LOSS_NAMES - loss_settings(words)
     known = {*RENAMED, *OTHER_WORDS, *NEUTRAL, *(f.name for f in fields(Config))}
     kept = dict[str, Any]()
-    for name, value in read.items():
-        if value is None and name != "vllm_importance_sampling_clip_max":
-            continue
-        if name in unread or changes_nothing(name) or (name == "optim" and value in _ADAMW):
+    for name, value in words.items():
+        is_none = value is None and name != "vllm_importance_sampling_clip_max"
+        is_adam = name == "optim" and value in ("adamw_torch", "adamw_torch_fused")
+        if is_none or is_adam or name in unread or changes_nothing(name):
             continue
         try:
             if name not in known:
@@ -324,12 +418,145 @@ def config_of_trl(
     if kept.get("weight_decay") and "weight_decay_on" not in ours:
         kept["weight_decay_on"] = "matrices"
     kept |= {"prompt_groups_per_step": planned.prompts, "drop_zero_variance_groups": False}
-    kept |= _scheduled(words, max(updates, 1))
+    kept |= scheduled(words, max(updates, 1))
     if words["bf16"]:
         kept["dtype"] = "bfloat16"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other spellings, which these are
         return Config.from_dict(kept, {"max_rows": None, **ours}), tuple(notes)
+
+# %% ../../nbs/recipes/08_conversion.ipynb #c6ee3630
+VERL = read_table("""
+version: 0.9.1
+titles: [verl, verl]
+config:
+  algorithm.adv_estimator: grpo
+  algorithm.norm_adv_by_std_in_grpo: $advantage_scale std=true none=false else=true
+  data.train_batch_size: $prompt_groups_per_step
+  data.max_prompt_length: $max_prompt_tokens
+  data.max_response_length: $max_completion_tokens
+  data.shuffle: $shuffle
+  data.seed: $seed
+  actor_rollout_ref.model.path: $base_model
+  actor_rollout_ref.model.lora_rank: $lora_rank
+  actor_rollout_ref.model.lora_alpha: $lora_alpha
+  actor_rollout_ref.actor.policy_loss.loss_mode: $policy_loss ppo=vanilla else=vanilla
+  actor_rollout_ref.actor.loss_agg_mode: $aggregation token_mean=token-mean sequence_mean=seq-mean-token-mean
+    sample_mean=seq-mean-token-sum constant=seq-mean-token-sum-norm sum=token-sum else=token-mean
+  actor_rollout_ref.actor.loss_scale_factor: $length_limit
+  actor_rollout_ref.actor.clip_ratio_low: $eps_clip
+  actor_rollout_ref.actor.clip_ratio_high: $eps_clip_high
+  actor_rollout_ref.actor.clip_ratio_c: $eps_clip_c null=1.0e+9
+  actor_rollout_ref.actor.entropy_coeff: $entropy_coeff
+  actor_rollout_ref.actor.use_kl_loss: $kl_on
+  actor_rollout_ref.actor.kl_loss_coef: $kl_beta
+  actor_rollout_ref.actor.kl_loss_type: $kl_estimator k3=low_var_kl else=low_var_kl
+  actor_rollout_ref.actor.ppo_mini_batch_size: $prompts_of_update
+  actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu: $micro
+  actor_rollout_ref.actor.ppo_epochs: 1
+  actor_rollout_ref.actor.optim.lr: $learning_rate
+  actor_rollout_ref.actor.optim.lr_scheduler_type: $lr_scheduler_type constant=constant constant_with_warmup=constant else=constant
+  actor_rollout_ref.actor.optim.lr_warmup_steps: $warmup_updates
+  actor_rollout_ref.actor.optim.betas: $betas
+  actor_rollout_ref.actor.optim.weight_decay: $weight_decay
+  actor_rollout_ref.actor.optim.clip_grad: $grad_clip_norm 0=1.0e+9
+  actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu: $micro
+  actor_rollout_ref.rollout.name: vllm
+  actor_rollout_ref.rollout.tensor_model_parallel_size: 1
+  actor_rollout_ref.rollout.n: $completions_per_prompt
+  actor_rollout_ref.rollout.temperature: $temperature
+  actor_rollout_ref.rollout.top_p: $top_p
+  actor_rollout_ref.rollout.top_k: $top_k 0=-1
+  actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu: $micro
+  trainer.total_epochs: $epochs
+  trainer.total_training_steps: $steps
+  trainer.n_gpus_per_node: $processes
+  trainer.val_before_train: false
+factor:
+  <<: [*factor, *engine]
+  kl_beta!=0: k3 is cut at 10
+impossible: *impossible
+fixed: {advantage_eps: 1.0e-6, drop_zero_variance_groups: false, dtype: bfloat16}
+""")
+SKYRL = read_table("""
+version: 0.4.0
+titles: [SkyRL, SkyRL]
+config:
+  trainer.train_batch_size: $prompt_groups_per_step
+  trainer.policy_mini_batch_size: $prompts_of_update
+  trainer.critic_mini_batch_size: $prompts_of_update
+  trainer.micro_train_batch_size_per_gpu: $micro
+  trainer.micro_forward_batch_size_per_gpu: $micro
+  trainer.update_epochs_per_batch: 1
+  trainer.max_prompt_length: $max_prompt_tokens
+  trainer.epochs: $epochs
+  trainer.max_training_steps: $steps
+  trainer.seed: $seed
+  trainer.placement.policy_num_gpus_per_node: $processes
+  trainer.placement.ref_num_gpus_per_node: $processes
+  trainer.eval_before_train: false
+  trainer.eval_interval: -1
+  trainer.logger: console
+  trainer.policy.model.path: $base_model
+  trainer.policy.model.lora.rank: $lora_rank
+  trainer.policy.model.lora.alpha: $lora_alpha
+  trainer.policy.optimizer_config.lr: $learning_rate
+  trainer.policy.optimizer_config.scheduler: $lr_scheduler_type constant=constant constant_with_warmup=constant else=constant
+  trainer.policy.optimizer_config.num_warmup_steps: $warmup_updates
+  trainer.policy.optimizer_config.adam_betas: $betas
+  trainer.policy.optimizer_config.weight_decay: $weight_decay
+  trainer.policy.optimizer_config.max_grad_norm: $grad_clip_norm 0=1.0e+9
+  trainer.algorithm.advantage_estimator: grpo
+  trainer.algorithm.grpo_norm_by_std: $advantage_scale std=true none=false else=true
+  trainer.algorithm.policy_loss_type: $surrogate ppo=regular dual_clip=dual_clip else=regular
+  trainer.algorithm.loss_reduction: $aggregation token_mean=token_mean sequence_mean=sequence_mean
+    prompt_mean=prompt_mean constant=seq_mean_token_sum_norm else=token_mean
+  trainer.algorithm.max_seq_len: $length_limit
+  trainer.algorithm.eps_clip_low: $eps_clip
+  trainer.algorithm.eps_clip_high: $eps_clip_high
+  trainer.algorithm.clip_ratio_c: $eps_clip_c
+  trainer.algorithm.use_kl_loss: $kl_on
+  trainer.algorithm.kl_loss_coef: $kl_beta
+  trainer.algorithm.kl_estimator_type: $kl_estimator k3=k3 else=k3
+  generator.n_samples_per_prompt: $completions_per_prompt
+  generator.sampling_params.max_generate_length: $max_completion_tokens
+  generator.sampling_params.temperature: $temperature
+  generator.sampling_params.top_p: $top_p
+  generator.sampling_params.top_k: $top_k 0=-1
+  generator.sampling_params.min_p: $min_p
+  generator.sampling_params.repetition_penalty: $repetition_penalty
+  generator.apply_overlong_filtering: $overlong keep=false mask=true else=false
+  generator.inference_engine.num_engines: $processes
+factor:
+  <<: [*factor, *engine]
+  kl_beta!=0: k3 is cut at 10
+  kl_beta!=0 aggregation!=sequence_mean: the KL term is a mean over completions, and k3 is cut at 10
+impossible: *impossible
+fixed: {advantage_eps: 1.0e-6, drop_zero_variance_groups: false, dtype: bfloat16}
+""")
+TABLES = {"trl": TRL, "verl": VERL, "skyrl": SKYRL}
+
+
+def read_settings(table: Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+    "What the settings of a trainer mean, by our names."
+    values = {
+        slot.setting: slot.ours(settings[slot.name])
+        for slot in table.slots
+        if slot.name in settings
+    }
+    updates = values["prompt_groups_per_step"] // values["prompts_of_update"]
+    warmup = values["warmup_updates"] // updates
+    beta1, beta2 = values["betas"]
+    values |= {"adam_beta1": beta1, "adam_beta2": beta2}
+    values |= {"ppo_n_minibatches": updates, "warmup_steps": warmup}
+    if not values["kl_on"]:
+        values["kl_beta"] = 0.0
+    if warmup and values["lr_scheduler_type"] == "constant":
+        values["lr_scheduler_type"] = "constant_with_warmup"
+    if "surrogate" in values:
+        values["policy_loss"] = "ppo"
+    defaults = {**Config().flat(), **table.fixed}
+    return {name: values.get(name, default) for name, default in defaults.items()}
 
 # %% ../../nbs/recipes/08_conversion.ipynb #44e0445e
 @dataclass(frozen=True)
@@ -358,76 +585,17 @@ def same_value(a: Any, b: Any) -> bool:
     return a == b
 
 
-EQUAL_GRADIENT = "the gradient is equal, since each completion is trained once and its ratio is 1; the loss has another value"
-COUNTED_GROUPS = "groups without signal count in the denominator: the gradient is multiplied by the share of the others"
-
-
-def _trl_reason(name: str, cfg: Config, words: Mapping[str, Any]) -> tuple[str, str] | None:
-    "Kind and reason of a setting that is not exact in TRL, whatever its value there; None for the others."
-    k = cfg.completions_per_prompt
-    split = words["gradient_accumulation_steps"] > 1
-    by_part = "it is computed for each micro-batch; set max_samples_per_fwd_bwd so high that a step is one"
-    once = cfg.ppo_n_minibatches == 1
-    value: Any = getattr(cfg, name, None)
-    match name, value:
-        case "policy_loss", "grpo" if once:
-            return "factor", EQUAL_GRADIENT
-        case "aggregation", "sum" if cfg.grad_accumulation_normalization == "none":
-            return (
-                "factor",
-                "the gradient is divided by the number of trained tokens: AdamW hardly sees it, `grad_clip_norm` does",
-            )
-        case "advantage_scale", "loo":
-            return "factor", f"advantages are (K-1)/K = {(k - 1) / k:.4g} times as large"
-        case "advantage_eps", eps if eps != 1e-4:
-            return (
-                "factor",
-                f"advantages are (std + {eps:g}) / (std + 0.0001) times as large: 0.9998 at a std of 0.5",
-            )
-        case "ddof", 0:
-            return (
-                "factor",
-                f"the standard deviation divides by K - 1: advantages are sqrt((K-1)/K) = {((k - 1) / k) ** 0.5:.4g} times as large",
-            )
-        case "drop_zero_variance_groups", True:
-            kl = ", and the KL term acts on them" if cfg.kl_beta else ""
-            return "factor", COUNTED_GROUPS + kl
-        case "ppo_n_minibatches", updates if updates > 1:
-            return (
-                "factor",
-                "TRL shuffles the completions before it splits them, and divides by the mean number of tokens of the parts",
-            )
-        case "lr_scheduler_type", shape if shape != "constant" and not once:
-            return "factor", "the learning rate changes with each update, not with each step"
-        case "dtype", "bfloat16":
-            return "factor", "by autocast: the last bits of the logprobs differ"
-        case ("top_entropy_quantile", share) if share < 1 and split:
-            return "factor", by_part
-        case ("entropy_coeff", bonus) if bonus and split:
-            return "factor", by_part
-        case "load_in_8bit", True:
-            return "impossible", "pass a quantization_config to the trainer"
-        case "stop", stop if stop:
-            return "impossible", "with vLLM: generation_kwargs={'stop': [...]}"
-        case "kl_estimator", "k1" | "k2":
-            return "impossible", "TRL's KL term is k3"
-    return None
-
-
 def compare_there(
-    here: Mapping[str, Any], there: Mapping[str, Any], reasons: Mapping[str, tuple[str, str]]
+    table: Table, values: Mapping[str, Any], here: Mapping[str, Any], there: Mapping[str, Any]
 ) -> Iterator[Carried]:
-    "Each setting that decides what is learned, with its value there; a value that differs is not exact."
+    "Each setting that decides what is learned, with its value there; without those that nothing there reads."
     same_loss = here["policy_loss"] == there["policy_loss"]
     for name, value in here.items():
         if name in SURROGATE_PARAM_NAMES and (value is None or not same_loss):
             continue
-        other = there.get(name, value)
-        kind, why = reasons.get(name, ("exact", ""))
-        if kind == "exact" and not same_value(value, other):
-            kind = "impossible"
-            why = "there is no such setting"
-        yield Carried(name, value, other, kind, why)
+        if name in there:
+            kind, why = table.reason(name, values, not same_value(value, there[name]))
+            yield Carried(name, value, there[name], kind, why)
 
 # %% ../../nbs/recipes/08_conversion.ipynb #423af008
 @dataclass(frozen=True, repr=False)
@@ -450,247 +618,7 @@ class Conversion:
         lines += [f"  {one.kind}: {one}" for one in self.carried if one.kind != "exact"]
         return "\n".join(lines)
 
-# %% ../../nbs/recipes/08_conversion.ipynb #8a85fa97
-ROOTS = {
-    "A": "actor_rollout_ref.actor",
-    "R": "actor_rollout_ref.rollout",
-    "M": "actor_rollout_ref.model",
-    "L": "trainer.algorithm",
-    "S": "generator.sampling_params",
-    "P": "trainer.policy.optimizer_config",
-}
-PATHS = """
-                        verl                        skyrl
-base_model              M.path                      trainer.policy.model.path
-completions_per_prompt  R.n                         generator.n_samples_per_prompt
-prompt_groups_per_step  data.train_batch_size       trainer.train_batch_size
-max_completion_tokens   data.max_response_length    S.max_generate_length
-temperature             R.temperature               S.temperature
-top_p                   R.top_p                     S.top_p
-min_p                   -                           S.min_p
-repetition_penalty      -                           S.repetition_penalty
-epochs                  trainer.total_epochs        trainer.epochs
-steps                   trainer.total_training_steps trainer.max_training_steps
-seed                    data.seed                   trainer.seed
-shuffle                 data.shuffle                -
-learning_rate           A.optim.lr                  P.lr
-weight_decay            A.optim.weight_decay        P.weight_decay
-grad_clip_norm          A.optim.clip_grad           P.max_grad_norm
-lora_rank               M.lora_rank                 trainer.policy.model.lora.rank
-kl_beta                 A.kl_loss_coef              L.kl_loss_coef
-eps_clip                A.clip_ratio_low            L.eps_clip_low
-eps_clip_high           A.clip_ratio_high           L.eps_clip_high
-entropy_coeff           A.entropy_coeff             -
-"""
-WORDS: Mapping[
-    str, Mapping[str, tuple[str, Mapping[Any, Any]]]
-] = {  # trainer: setting: path, words
-    "verl": {
-        "policy_loss": ("A.policy_loss.loss_mode", {"ppo": "vanilla"}),
-        "aggregation": (
-            "A.loss_agg_mode",
-            {
-                "token_mean": "token-mean",
-                "sequence_mean": "seq-mean-token-mean",
-                "sample_mean": "seq-mean-token-sum",
-                "constant": "seq-mean-token-sum-norm",
-                "sum": "token-sum",
-            },
-        ),
-        "advantage_scale": ("algorithm.norm_adv_by_std_in_grpo", {"std": True, "none": False}),
-        "kl_estimator": ("A.kl_loss_type", {"k3": "low_var_kl"}),
-        "lr_scheduler_type": ("A.optim.lr_scheduler_type", {"constant": "constant"}),
-    },
-    "skyrl": {
-        "policy_loss": ("L.policy_loss_type", {"ppo": "regular"}),
-        "aggregation": (
-            "L.loss_reduction",
-            {
-                "token_mean": "token_mean",
-                "sequence_mean": "sequence_mean",
-                "prompt_mean": "prompt_mean",
-                "constant": "seq_mean_token_sum_norm",
-            },
-        ),
-        "advantage_scale": ("L.grpo_norm_by_std", {"std": True, "none": False}),
-        "kl_estimator": ("L.kl_estimator_type", {"k3": "k3"}),
-        "lr_scheduler_type": ("P.scheduler", {"constant": "constant"}),
-        "overlong": ("generator.apply_overlong_filtering", {"keep": False, "mask": True}),
-    },
-}
-VERSIONS = {"trl": TRL_VERSION, "verl": "0.9.1", "skyrl": "a956457"}
-ALSO_FIXED = {  # what is so there: of both trainers
-    "advantage_eps": 1e-6,
-    "drop_zero_variance_groups": False,
-    "dtype": "bfloat16",
-}
-WHY_THERE: Mapping[str, tuple[str, str]] = {
-    "advantage_eps": ("factor", "advantages are (std + eps) / (std + 0.000001) times as large"),
-    "drop_zero_variance_groups": ("factor", COUNTED_GROUPS),
-    "dtype": (
-        "factor",
-        "the forward pass computes in bfloat16: the last bits of the logprobs differ",
-    ),
-    "policy_loss": ("impossible", "the clipped loss was written in its place"),
-}
-
-
-def paths_of(trainer: str) -> dict[str, str]:  # by setting
-    "The column of a trainer."
-    head, *lines = [line.split() for line in str(PATHS).strip().splitlines()]
-    column = head.index(trainer) + 1
-    return {
-        name: full_path(cells[column - 1]) for name, *cells in lines if cells[column - 1] != "-"
-    }
-
-
-def full_path(path: str) -> str:
-    "A path with its beginning written out."
-    root, dot, rest = path.partition(".")
-    return f"{ROOTS[root]}{dot}{rest}" if root in ROOTS else path
-
-# %% ../../nbs/recipes/08_conversion.ipynb #afbee04f
-def prompts_of_update(cfg: Config) -> int:
-    "Prompts of an update; raises ConfigError where the updates of a step cannot have equally many."
-    prompts = cfg.prompt_groups_per_step
-    if prompts % cfg.ppo_n_minibatches:
-        fix = f"Set prompt_groups_per_step to a multiple of {cfg.ppo_n_minibatches}."
-        expected = "the same number for each update"
-        raise ConfigError("prompt_groups_per_step", got=prompts, expected=expected, fix=fix)
-    return prompts // cfg.ppo_n_minibatches
-
-
-def sizes_in_verl(cfg: Config, processes: int) -> dict[str, Any]:
-    "Batch sizes, lengths, and switches that follow from other settings."
-    micro = trl_batches(cfg, processes)["per_device_train_batch_size"]
-    cut = learning_settings(cfg)["eps_clip_c"]
-    sizes = {
-        "algorithm.adv_estimator": "grpo",
-        "data.max_prompt_length": cfg.max_seq_len - cfg.max_completion_tokens,
-        "R.name": "vllm",
-        "R.tensor_model_parallel_size": 1,
-        "R.top_k": cfg.top_k or -1,
-        "R.log_prob_micro_batch_size_per_gpu": micro,
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro,
-        "A.ppo_mini_batch_size": prompts_of_update(cfg),
-        "A.ppo_micro_batch_size_per_gpu": micro,
-        "A.ppo_epochs": 1,
-        "A.use_kl_loss": cfg.kl_beta > 0,
-        "A.clip_ratio_c": NO_CLIP if cut is None else cut,
-        "A.loss_scale_factor": cfg.max_completion_tokens if cfg.aggregation == "constant" else None,
-        "A.optim.betas": [cfg.adam_beta1, cfg.adam_beta2],
-        "A.optim.lr_warmup_steps": cfg.warmup_steps * cfg.ppo_n_minibatches,
-        "trainer.n_gpus_per_node": processes,
-        "trainer.val_before_train": False,
-    }
-    if cfg.lora_rank:
-        sizes["M.lora_alpha"] = int(cfg.lora_alpha)
-    return sizes
-
-
-def sizes_in_skyrl(cfg: Config, processes: int) -> dict[str, Any]:
-    "Batch sizes, lengths, and switches that follow from other settings."
-    micro = trl_batches(cfg, processes)["per_device_train_batch_size"]
-    cut = learning_settings(cfg)["eps_clip_c"]
-    sizes = {
-        "L.advantage_estimator": "grpo",
-        "L.use_kl_loss": cfg.kl_beta > 0,
-        "L.max_seq_len": cfg.max_completion_tokens if cfg.aggregation == "constant" else None,
-        "S.top_k": cfg.top_k or -1,
-        "P.adam_betas": [cfg.adam_beta1, cfg.adam_beta2],
-        "P.num_warmup_steps": cfg.warmup_steps * cfg.ppo_n_minibatches,
-        "trainer.max_prompt_length": cfg.max_seq_len - cfg.max_completion_tokens,
-        "trainer.policy_mini_batch_size": prompts_of_update(cfg),
-        "trainer.critic_mini_batch_size": prompts_of_update(cfg),
-        "trainer.update_epochs_per_batch": 1,
-        "trainer.micro_train_batch_size_per_gpu": micro,
-        "trainer.micro_forward_batch_size_per_gpu": micro,
-        "trainer.placement.policy_num_gpus_per_node": processes,
-        "trainer.placement.ref_num_gpus_per_node": processes,
-        "trainer.eval_before_train": False,
-        "trainer.eval_interval": -1,
-        "trainer.logger": "console",
-        "generator.inference_engine.num_engines": processes,
-    }
-    if cut is not None:
-        sizes["L.policy_loss_type"] = "dual_clip"
-        sizes["L.clip_ratio_c"] = cut
-    if cfg.lora_rank:
-        sizes["trainer.policy.model.lora.alpha"] = int(cfg.lora_alpha)
-    return sizes
-
-
-SIZES = {"verl": sizes_in_verl, "skyrl": sizes_in_skyrl}
-SIZED = (
-    "eps_clip_c",
-    "adam_beta1",
-    "adam_beta2",
-    "top_k",
-    "warmup_steps",
-    "ppo_n_minibatches",
-    "lora_alpha",
-)
-UNLIMITED = ("ratio_log_cap",)  # 20 in both, as here
-
-
-def _reason_there(name: str, cfg: Config, trainer: str) -> tuple[str, str] | None:
-    "Kind and reason of a setting that keeps its value and is not exact; None for the others."
-    split = cfg.ppo_n_minibatches > 1
-    if name == "policy_loss" and cfg.policy_loss == "grpo" and not split:
-        return "factor", EQUAL_GRADIENT
-    if name == "base_model" and cfg.base_model in ("tiny", "smollm2"):
-        return "factor", "a model that ships with this package: export it, and give its folder"
-    if (
-        name == "kl_beta"
-        and cfg.kl_beta
-        and trainer == "skyrl"
-        and cfg.aggregation != "sequence_mean"
-    ):
-        return "factor", "the KL term is a mean over completions, and k3 is cut at 10"
-    if name == "kl_beta" and cfg.kl_beta:
-        return "factor", "k3 is cut at 10"
-    if name == "ppo_n_minibatches" and split:
-        return "factor", "the parts are whole prompts, in another order"
-    return None
-
-
-def convert_paths(cfg: Config, trainer: str, processes: int) -> Conversion:
-    "A conversion to settings by path."
-    names = paths_of(trainer)
-    words = {name: (full_path(path), values) for name, (path, values) in WORDS[trainer].items()}
-    here = learning_settings(cfg)
-    settings = dict[str, Any]()
-    there = dict[str, Any]()
-    reasons = dict[str, tuple[str, str]]()
-    defaults = Config().flat() | ALSO_FIXED
-    for name, value in here.items():
-        there[name] = defaults[name]
-        if name in words:
-            path, values = words[name]
-            there[name] = value if value in values else next(iter(values))
-            settings[path] = values[there[name]]
-        elif name in names and value is not None:
-            off = name == "grad_clip_norm" and value == 0
-            settings[names[name]] = NO_CLIP if off else value
-            there[name] = value
-        elif name in SIZED or (name in UNLIMITED and value in (None, 20.0)):
-            there[name] = value
-        reason = _reason_there(name, cfg, trainer)
-        if reason is None and not same_value(value, there[name]):
-            reason = WHY_THERE.get(
-                name, ("impossible", f"{trainer} has no such setting, or none that was compared")
-            )
-        if reason is not None:
-            reasons[name] = reason
-    for path, value in SIZES[trainer](cfg, processes).items():
-        settings[full_path(path)] = value
-    if there["policy_loss"] != here["policy_loss"]:
-        there |= {"eps_clip": 0.2, "eps_clip_high": 0.2}
-    return Conversion(
-        trainer, VERSIONS[trainer], settings, there, tuple(compare_there(here, there, reasons))
-    )
-
-# %% ../../nbs/recipes/08_conversion.ipynb #d93b6bf0
+# %% ../../nbs/recipes/08_conversion.ipynb #a61e5ff0
 def convert(
     cfg: Config,
     trainer: str = "trl",  # or "verl", "skyrl"
@@ -698,29 +626,27 @@ def convert(
 ) -> Conversion:
     """A config in the names of another trainer; raises `ConfigError` for an unknown trainer and for an asynchronous loop.
 
-    For TRL a setting is exact only if what was written means the same when it is read back; for verl and SkyRL the table says so."""
-    if trainer not in VERSIONS:
+    A setting is exact only if what was written means the same when it is read back."""
+    if trainer not in TABLES:
         fix = "For others, rln.compare_trainers(record) says what differs."
-        expected = " or ".join(VERSIONS)
-        raise ConfigError("trainer", got=quoted(trainer), expected=expected, fix=fix)
+        raise ConfigError("trainer", got=quoted(trainer), expected=" or ".join(TABLES), fix=fix)
     if cfg.recipe != "rl_loop":
         fix = "Set recipe='rl_loop', and turn on rollouts that run ahead there."
         raise ConfigError("recipe", got=quoted(cfg.recipe), expected="'rl_loop'", fix=fix)
-    if trainer != "trl":
-        return convert_paths(cfg, trainer, processes)
-    words = trl_words(cfg, processes)
-    known: dict[str, Any] = {"base_model": cfg.base_model, "lora_rank": cfg.lora_rank}
-    if cfg.lora_rank:
-        known["lora_alpha"] = cfg.lora_alpha
-    if cfg.weight_decay:
-        known["weight_decay_on"] = cfg.weight_decay_on
-    if cfg.eval_rows:
-        known["eval_rows"] = cfg.eval_rows
-    there, _ = config_of_trl(words, processes, **known)
-    reasons = dict[str, tuple[str, str]]()
-    for name in learning_settings(cfg):
-        reason = _trl_reason(name, cfg, words)
-        if reason is not None:
-            reasons[name] = reason
-    carried = tuple(compare_there(learning_settings(cfg), learning_settings(there), reasons))
-    return Conversion("trl", TRL_VERSION, words, learning_settings(there), carried)
+    table = TABLES[trainer]
+    values = quantities(cfg, processes)
+    here = learning_settings(cfg.flat())
+    if trainer == "trl":
+        settings = table.fill(values) | trl_loss(here)
+        beside = {name: here[name] for name in BESIDE if name in here}
+        there = learning_settings(config_of_trl(settings, processes, **beside)[0].flat())
+    else:
+        prompts = cfg.prompt_groups_per_step
+        got = f"{prompts} prompts in {cfg.ppo_n_minibatches} updates"
+        values["prompts_of_update"] = equal_share(prompts, cfg.ppo_n_minibatches, 1, got)
+        if here["policy_loss"] != "ppo":
+            values |= dict.fromkeys(SURROGATE_PARAM_NAMES)  # bounds of another loss
+        settings = table.fill(values)
+        there = learning_settings(read_settings(table, settings))
+    carried = tuple(compare_there(table, values, here, there))
+    return Conversion(trainer, table.version, settings, there, carried)

@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import io
 import json
 import math
 import os
-import re
+import runpy
 import shlex
-import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,15 @@ from ..core.loss_params import SURROGATE_PARAM_NAMES
 from ..core.types import ConfigError, check_replaceable
 from ..experiments.trainers import TERMS, compare_trainers
 from ..loop.state import Loop
-from .conversion import Conversion, config_of_trl, convert, learning_settings
-from .rl_loop import config_rewards, load_problem, read_rows
-from .script import Sources, reward_functions, reward_name
+from rl_notebook.recipes.conversion import (
+    TABLES,
+    Conversion,
+    config_of_trl,
+    convert,
+    learning_settings,
+)
+from .rl_loop import Problem, recorded_problem
+from .script import Sources, reward_name
 from ..runs.records import StepRecord
 from ..runs.run import Run
 from ..task.data import Row, load_rows, plain_values
@@ -49,25 +53,13 @@ PROMPT_COLUMNS = ("prompt", "messages", "completion")
 def row_record(row: Row) -> dict[str, Any]:
     "A row as TRL reads it; raises ConfigError for one that is not text."
     if row.prompt_tokens is not None or row.options:
-        got = (
-            "token ids"
-            if row.prompt_tokens is not None
-            else f"options of its own: {', '.join(row.options)}"
-        )
+        got = f"token ids, or options of its own: {', '.join(row.options or ())}"
         fix = "Give the prompt as text or messages, and chat_template_kwargs in the config."
         raise ConfigError("rows", where=row.where, got=got, expected="text", fix=fix)
     prompt = row.prompt if row.messages is None else list(row.messages)
     columns = {name: v for name, v in row.data.items() if name not in PROMPT_COLUMNS}
     answer = {} if row.answer is None else {"answer": row.answer}
-    record = plain_values({"prompt": prompt, **answer, **columns})
-    try:
-        json.dumps(record)
-    except TypeError as error:
-        fix = "Leave the column out, or make it text or numbers."
-        raise ConfigError(
-            "rows", where=row.where, got=str(error), expected="what JSON holds", fix=fix
-        ) from None
-    return record
+    return plain_values({"prompt": prompt, **answer, **columns})
 
 
 def rows_text(rows: Iterable[Row]) -> str:
@@ -84,8 +76,10 @@ def text_of(completion):
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def by_sample(function, columns, name):
+def by_sample(function, name):
     "A function of one text and of columns of its row, as TRL calls it."
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def reward(completions, completion_ids=None, log_metric=None, **rows):
         values = []
@@ -93,7 +87,8 @@ def by_sample(function, columns, name):
             known = {name: values_of[i] for name, values_of in rows.items() if isinstance(values_of, list)}
             known |= {"tokens": completion_ids and list(completion_ids[i]), "log_metric": log_metric}
             known |= {"ground_truth": known["answer"]} if "answer" in known else {}
-            values.append(function(text_of(completion), **{c: known[c] for c in columns if c in known}))
+            read = {name: value for name, value in known.items() if takes_all or name in parameters}
+            values.append(function(text_of(completion), **read))
         return values
 
     reward.__name__ = name
@@ -112,53 +107,33 @@ def with_texts(function, name):
 """
 
 
-def read_columns(fn: RewardFn, rows: Sequence[Row]) -> list[str]:
-    "The columns that a function of one text reads; raises ConfigError for what TRL does not hand over."
-    where = f"reward function {fn.name!r}"
-    parameters = list(inspect.signature(fn.function).parameters.values())[1:]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        parameters = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
-        extra = {name for row in rows for name in row_record(row)} - {"prompt"}
-    else:
-        extra = set[str]()
-    names = [p.name for p in parameters]
-    if lacking := [
-        p.name for p in parameters if p.name in ("row", "opened") and p.default is p.empty
-    ]:
-        fix = "Name the columns that it reads as parameters."
-        raise ConfigError(
-            "reward",
-            where=where,
-            got=f"parameter {lacking[0]!r}",
-            expected="columns of a row",
-            fix=fix,
-        )
-    return [name for name in [*names, *sorted(extra - {*names})] if name not in ("row", "opened")]
-
-
 def reward_source(fn: RewardFn, sources: Sources, rows: Sequence[Row]) -> str:
     "A reward function as an element of REWARDS; raises ConfigError for one that TRL cannot call."
     where = f"reward function {fn.name!r}"
     if fn.style not in ("native", "trl") or (fn.is_async and fn.style == "native"):
-        got = (
-            f"a function of {fn.style}" if fn.style != "native" else "an async function of one text"
-        )
+        got = "an async function" if fn.style == "native" else f"a function of {fn.style}"
         fix = f"Write it as def {fn.name}(text, answer), or (completions, **columns)."
         raise ConfigError("reward", where=where, got=got, expected="a plain function", fix=fix)
+    parameters = inspect.signature(fn.function).parameters
+    for name in {"row", "opened"} & {*parameters}:
+        if parameters[name].default is inspect.Parameter.empty:
+            fix = "Name the columns that it reads as parameters."
+            got = f"parameter {name!r}"
+            raise ConfigError("reward", where=where, got=got, expected="columns of a row", fix=fix)
     name = reward_name(replace(fn, weight=1.0))
     if name in REWARDS:
         sources.add_import("rl_notebook.task.rewards:reward_fn", "reward_fn", reward_fn, "reward")
         text = f"reward_fn({name!r}).function"
     else:
         text = sources.add(fn.function, "reward")
-    if fn.style == "native":
-        return f"by_sample({text}, {read_columns(fn, rows)!r}, {fn.name!r})"
     lists = ("messages", "prompt")
-    as_texts = any(
+    of_question = any(
         "question" in r.data and not any(isinstance(r.data.get(n), list | tuple) for n in lists)
         for r in rows
     )
-    return f"with_texts({text}, {fn.name!r})" if as_texts else text
+    if fn.style == "native":
+        return f"by_sample({text}, {fn.name!r})"
+    return f"with_texts({text}, {fn.name!r})" if of_question else text
 
 
 def rewards_text(
@@ -166,7 +141,6 @@ def rewards_text(
     rows: Sequence[Row],
     cfg: Config,
     folder: Path,
-    imports: Sequence[str] = (),  # lines of what is added behind
 ) -> str:
     "The file of reward functions."
     sources = Sources(folder)
@@ -176,9 +150,8 @@ def rewards_text(
         elements.append(
             f"get_soft_overlong_punishment({cfg.max_completion_tokens}, {cfg.overlong_buffer})"
         )
-    lines = ["from __future__ import annotations", "", *imports]
-    if sources.paths:
-        lines += ["import sys", "from pathlib import Path", ""]
+    lines = ["from __future__ import annotations", "", "import inspect", "import json"]
+    lines += ["import sys", "from pathlib import Path", ""]
     lines += [f"sys.path.append(str(Path(__file__).parent / {path!r}))" for path in sources.paths]
     lines += [*sorted(sources.imports), ""]
     for text in sources.texts.values():
@@ -275,11 +248,6 @@ def trl_script(
     )
 
 # %% ../../nbs/recipes/09_to_trainer.ipynb #ef8ef812
-TITLES = {  # in `compare_trainers`, without and with a correction
-    "trl": ("TRL", "TRL, vLLM"),
-    "verl": ("verl", "verl"),
-    "skyrl": ("SkyRL", "SkyRL"),
-}
 NOT_RUN = (
     "Its settings were checked against the trainer's own config, and its loss on recorded batches. A training was not run: it needs GPUs. "
     "Where a reward function gives None, which leaves a completion out here, its part of the reward is 0."
@@ -292,45 +260,33 @@ GENERAL = (
 
 def terms_there(conversion: Conversion) -> dict[str, Any]:
     "What the settings that were written are in `compare_trainers`."
-    known = {name for names in TERMS.values() for name in names} | {*SURROGATE_PARAM_NAMES}
+    known = {*SURROGATE_PARAM_NAMES}.union(*TERMS.values())
     values = {"kl_bias_correction": False, **conversion.there}
     return {name: v for name, v in values.items() if name in known}
 
 
 def differences_text(conversion: Conversion, record: StepRecord | None, rows_left: int) -> str:
     "`DIFFERENCES.md`."
-    titles = {
-        "impossible": "Not there",
-        "factor": "Up to a factor",
-        "exact": "The same",
-    }
-    lines = [
-        f"# {TITLES[conversion.trainer][0]} {conversion.version} and the notebook",
-        "",
-        GENERAL,
-    ]
+    titles = TABLES[conversion.trainer].titles
+    lines = [f"# {titles[0]} {conversion.version} and the notebook", GENERAL]
     if rows_left:
         text = f"Each pass leaves out the {rows_left} rows that are too few for a step; here they make a smaller one."
-        lines += ["", text]
+        lines.append(text)
     if conversion.trainer != "trl":
-        lines += ["", NOT_RUN]
-    for kind, title in titles.items():
-        carried = conversion.of_kind(kind)
-        lines += ["", f"## {title}", ""]
-        if kind == "exact":
-            lines.append(", ".join(f"{one.setting} `{one.here}`" for one in carried))
-        else:
-            lines += [f"- **{one.setting}** {one.values}: {one.why}" for one in carried] or [
-                "Nothing."
-            ]
-    lines += ["", "## On the recorded step", ""]
+        lines.append(NOT_RUN)
+    for kind, title in (("impossible", "Not there"), ("factor", "Up to a factor")):
+        carried = [f"- **{o.setting}** {o.values}: {o.why}" for o in conversion.of_kind(kind)]
+        lines += [f"## {title}", "\n".join(carried) or "Nothing."]
+    exact = [f"{one.setting} `{one.here}`" for one in conversion.of_kind("exact")]
+    lines += ["## The same", ", ".join(exact), "## On the recorded step"]
     if record is None:
         lines.append("There is no recorded step. Train one, and convert again.")
-        return "\n".join(lines) + "\n"
-    name = TITLES[conversion.trainer][conversion.there["tis"] != "off"]
-    compared = compare_trainers(record, {name: terms_there(conversion)})
-    lines += [f"Step {record.step}:", "", "```text", *compared.describe_trainer(name), "```"]
-    return "\n".join(lines) + "\n"
+    else:
+        name = titles[conversion.there["tis"] != "off"]
+        compared = compare_trainers(record, {name: terms_there(conversion)})
+        text = "\n".join(compared.describe_trainer(name))
+        lines += [f"Step {record.step}:", f"```text\n{text}\n```"]
+    return "\n\n".join(lines) + "\n"
 
 # %% ../../nbs/recipes/09_to_trainer.ipynb #04b80434
 SCORE = """
@@ -385,24 +341,17 @@ if __name__ == "__main__":
 
 def hydra_text(value: Any) -> str:
     "A value as Hydra reads it."
-    if isinstance(value, list):
-        return f"[{','.join(hydra_text(v) for v in value)}]"
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return str(value)
+    return value if isinstance(value, str) else json.dumps(value).replace('"', "").replace(" ", "")
 
 
 def run_script(conversion: Conversion, command: str, files: Mapping[str, Any]) -> str:
     "`run.sh`."
-    head = [
-        "#!/bin/bash",
-        f"# The experiment of a notebook in {conversion.trainer} {conversion.version}: bash run.sh",
-        'cd "$(dirname "$0")"',
-        f"{command} \\",
-    ]
     values = {**conversion.settings, **files}
-    options = [f"  {shlex.quote(f'{path}={hydra_text(v)}')} \\" for path, v in values.items()]
-    return "\n".join([*head, *options, '  "$@"']) + "\n"
+    options = [f"  {shlex.quote(f'{path}={hydra_text(v)}')} \\\n" for path, v in values.items()]
+    return (
+        f"#!/bin/bash\n# The experiment of a notebook in {conversion.trainer} {conversion.version}: bash run.sh\n"
+        f'cd "$(dirname "$0")"\n{command} \\\n{"".join(options)}  "$@"\n'
+    )
 
 
 def rows_parquet(rows: Sequence[Row]) -> bytes:
@@ -413,9 +362,7 @@ def rows_parquet(rows: Sequence[Row]) -> bytes:
         prompt = record.pop("prompt")
         if isinstance(prompt, str):
             fix = "Give it in the column `question`."
-            raise ConfigError(
-                "rows", where=row.where, got="a text", expected="a conversation", fix=fix
-            )
+            raise ConfigError("rows", got="a text", expected="a conversation", fix=fix)
         truth = {"method": "rule", "ground_truth": str(record.get("answer", ""))}
         columns = {"reward_model": truth, "reward_spec": truth, "env_class": "notebook"}
         info = {"row": json.dumps(record, ensure_ascii=False)}
@@ -438,31 +385,28 @@ def path_files(
         raise ConfigError("overlong_buffer", got=cfg.overlong_buffer, expected="0", fix=fix)
     for fn in fns:
         if "tokens" in inspect.signature(fn.function).parameters or fn.is_async:
-            where = f"reward function {fn.name!r}"
+            got = f"{fn.name!r}, which reads tokens, or async"
             fix = "Write it as a plain function of the text and columns."
-            raise ConfigError(
-                "reward",
-                where=where,
-                got="tokens, or async",
-                expected="a function of a text",
-                fix=fix,
-            )
-    rewards = rewards_text(fns, rows, cfg, folder, ("import json",))
+            raise ConfigError("reward", got=got, expected="a function of a text", fix=fix)
+    rewards = rewards_text(fns, rows, cfg, folder)
     rewards += SCORE.format(weights=[fn.weight for fn in fns])
     files: dict[str, str | bytes] = {"rewards.py": rewards, "rows.parquet": rows_parquet(rows)}
     if conversion.trainer == "verl":
-        named: dict[str, Any] = {
+        named = {
             "data.train_files": "rows.parquet",
             "data.val_files": "rows.parquet",
+            "reward.custom_reward_function.path": "rewards.py",
+            "trainer.logger": ["console"],
         }
-        named |= {"reward.custom_reward_function.path": "rewards.py"}
-        named |= {"trainer.logger": ["console"]}
         files["run.sh"] = run_script(conversion, "python -m verl.trainer.main_ppo", named)
-        return files
-    named = {"data.train_data": ["rows.parquet"], "data.val_data": ["rows.parquet"]}
-    named |= {"environment.env_class": "notebook"}
-    files["run.sh"] = run_script(conversion, "python train.py", named)
-    files["train.py"] = SKYRL_MAIN.format(version=conversion.version)
+    else:
+        named = {
+            "data.train_data": ["rows.parquet"],
+            "data.val_data": ["rows.parquet"],
+            "environment.env_class": "notebook",
+        }
+        files["run.sh"] = run_script(conversion, "python train.py", named)
+        files["train.py"] = SKYRL_MAIN.format(version=conversion.version)
     return files
 
 # %% ../../nbs/recipes/09_to_trainer.ipynb #4f8e5643
@@ -492,9 +436,7 @@ MARKS = {  # by file: a text that only this package writes there
 
 def write_trainer(
     cfg: Config,
-    rows: Sequence[Row],
-    eval_rows: Sequence[Row],
-    fns: Sequence[RewardFn],
+    problem: Problem,  # rows and reward functions
     trainer: str,
     folder: str | os.PathLike[str],
     record: StepRecord | None,
@@ -502,27 +444,28 @@ def write_trainer(
 ) -> Written:
     "Write the files of an experiment; raises ConfigError for what cannot be written, before anything is."
     folder = Path(folder)
-    if not eval_rows:
+    rows = problem.rows
+    if not problem.eval_rows:
         cfg = replace(cfg, eval_rows=0, eval_interval=0, keep_best=None)
     available = math.ceil(len(rows) * cfg.epochs / cfg.prompt_groups_per_step)
     if cfg.steps is not None and cfg.steps > available:
         cfg = replace(cfg, steps=available)  # there, steps win over passes
     conversion = convert(cfg, trainer, processes)
-    weights = [*(fn.weight for fn in fns), *([1.0] if cfg.overlong_buffer else [])]
+    fns = as_reward_fns(problem.reward, cfg.reward_weights)
     texts: dict[str, str | bytes]
     if trainer == "trl":
+        weights = [*(fn.weight for fn in fns), *([1.0] if cfg.overlong_buffer else [])]
         texts = {
             "train.py": trl_script(conversion, cfg, weights, processes),
             "rewards.py": rewards_text(fns, rows, cfg, folder),
             "rows.jsonl": rows_text(rows),
         }
-        if eval_rows and cfg.eval_interval:
-            texts["eval_rows.jsonl"] = rows_text(eval_rows)
+        if problem.eval_rows and cfg.eval_interval:
+            texts["eval_rows.jsonl"] = rows_text(problem.eval_rows)
     else:
         texts = path_files(conversion, cfg, rows, fns, folder)
-    texts["DIFFERENCES.md"] = differences_text(
-        conversion, record, len(rows) % cfg.prompt_groups_per_step
-    )
+    rows_left = len(rows) % cfg.prompt_groups_per_step
+    texts["DIFFERENCES.md"] = differences_text(conversion, record, rows_left)
     for name in texts:
         check_replaceable(folder / name, MARKS[name], "to_trainer")
     folder.mkdir(parents=True, exist_ok=True)
@@ -531,8 +474,10 @@ def write_trainer(
     return Written(folder, tuple(folder / name for name in texts), conversion)
 
 
-def check_parts_of_loop(loop: Loop) -> None:
-    "Raise ConfigError for functions of a loop that another trainer has no place for."
+def loop_to_trainer(
+    loop: Loop, trainer: str, folder: str | os.PathLike[str], processes: int = 1
+) -> Written:
+    "See `GRPOLoop.to_trainer`."
     if loop.task.rollout_fn is not None:
         fix = "TRL takes a rollout_func: write it there, and convert a loop with reward functions."
         raise ConfigError(
@@ -544,18 +489,9 @@ def check_parts_of_loop(loop: Loop) -> None:
             raise ConfigError(
                 "to_trainer", got=name, expected="settings and reward functions", fix=fix
             )
-
-
-def loop_to_trainer(
-    loop: Loop, trainer: str, folder: str | os.PathLike[str], processes: int = 1
-) -> Written:
-    "See `GRPOLoop.to_trainer`."
-    check_parts_of_loop(loop)
     record = next((r for r in reversed(loop.records) if not r.is_supervised), None)
-    fns = [replace(fn) for fn in reward_functions(loop)]
-    return write_trainer(
-        loop.cfg, loop.rows, loop.eval_rows, fns, trainer, folder, record, processes
-    )
+    problem = Problem(loop.rows, loop.eval_rows, loop.arguments["reward"])
+    return write_trainer(loop.cfg, problem, trainer, folder, record, processes)
 
 # %% ../../nbs/recipes/09_to_trainer.ipynb #a4b47897
 def run_to_trainer(
@@ -571,70 +507,12 @@ def run_to_trainer(
     opened = Run.open(run, trust=trust)
     opened.need_folder("convert")
     cfg = Config.from_dict(opened.config)
-    own = Path(run) / "rows.jsonl"
-    rows, functions = read_rows(own) if own.exists() else ((), ())
-    if functions_in_code := [name for name in functions if name not in ("rows", "eval_rows")]:
-        fix = "Call loop.to_trainer in the notebook that has them."
-        raise ConfigError(
-            "convert",
-            where=str(run),
-            got=f"{', '.join(functions_in_code)} given in code",
-            expected="functions that the config names",
-            fix=fix,
-        )
-    eval_rows: Sequence[Row] = ()
-    if not rows:
-        problem = load_problem(cfg)
-        rows = problem.rows
-        eval_rows = problem.eval_rows
-    fns = as_reward_fns(config_rewards(cfg), cfg.reward_weights)
     record = opened.record(opened.steps[-1]) if opened.steps else None
     if record is not None and record.is_supervised:
         record = None
-    return write_trainer(cfg, rows, eval_rows, fns, trainer, folder, record, processes)
+    return write_trainer(cfg, recorded_problem(opened, cfg), trainer, folder, record, processes)
 
 # %% ../../nbs/recipes/09_to_trainer.ipynb #9c34486c
-def constants_of(tree: ast.Module) -> dict[str, Any]:
-    "Literal values by the name that a file assigns them to, at its top."
-    values = dict[str, Any]()
-    for node in tree.body:
-        if (
-            isinstance(node, ast.Assign)
-            and len(node.targets) == 1
-            and isinstance(node.targets[0], ast.Name)
-        ):
-            with suppress(ValueError):
-                values[node.targets[0].id] = ast.literal_eval(node.value)
-    return values
-
-
-def calls_of(tree: ast.AST, *names: str) -> Iterator[ast.Call]:
-    "The calls of functions or methods of these names."
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            function = node.func
-            name = getattr(function, "id", getattr(function, "attr", ""))
-            if name in names:
-                yield node
-
-
-def value_of(node: ast.expr, constants: Mapping[str, Any]) -> Any:
-    "A literal value; raises ValueError for an expression."
-    if isinstance(node, ast.Name) and node.id in constants:
-        return constants[node.id]
-    return ast.literal_eval(node)
-
-
-def imports_of(tree: ast.Module) -> dict[str, str]:  # name: "module:function"
-    "What a file imports from modules."
-    return {
-        alias.asname or alias.name: f"{node.module}:{alias.name}"
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level
-        for alias in node.names
-    }
-
-# %% ../../nbs/recipes/09_to_trainer.ipynb #1dfabc28
 @dataclass(frozen=True, repr=False)
 class Experiment:
     "An experiment of another trainer in our words."
@@ -654,168 +532,177 @@ class Experiment:
     def _function(self, name: str) -> Any:
         module, _, function = name.partition(":")
         file = self.folder / f"{module.replace('.', '/')}.py"
-        if name in REWARDS or not file.exists():
-            return name if name in REWARDS else named_function(name, "reward", ConfigError)
-        spec = importlib.util.spec_from_file_location(
-            f"_experiment_{abs(hash(file))}_{module}", file
+        if name in REWARDS:
+            return name
+        return (
+            runpy.run_path(str(file))[function]
+            if file.exists()
+            else named_function(name, "reward", ConfigError)
         )
-        assert spec is not None and spec.loader is not None
-        loaded = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = loaded  # where inspect looks for the source
-        spec.loader.exec_module(loaded)
-        return getattr(loaded, function)
 
     def __repr__(self) -> str:
         rewards = ", ".join(self.rewards) or "none that could be read"
         lines = [repr(self.cfg), f"{len(self.rows)} rows; rewards: {rewards}"]
         return "\n".join([*lines, *(f"not carried over: {note}" for note in self.notes)])
 
-# %% ../../nbs/recipes/09_to_trainer.ipynb #ee6c5ec9
-def rewards_of(node: ast.expr, tree: ast.Module, file: Path) -> list[str]:
-    "The names of the reward functions in an expression of a script."
-    imported = imports_of(tree)
-    if isinstance(node, ast.List | ast.Tuple):
-        return [name for element in node.elts for name in rewards_of(element, tree, file)]
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return [node.value]
-    if isinstance(node, ast.Attribute) and isinstance(
-        node.value, ast.Call
-    ):  # reward_fn("name").function
-        return rewards_of(node.value, tree, file)
-    if isinstance(node, ast.Call) and node.args:
-        name = getattr(node.func, "id", "")
-        wraps = name in ("by_sample", "with_texts", "reward_fn")
-        return rewards_of(node.args[0], tree, file) if wraps else []
-    if not isinstance(node, ast.Name):
-        return []
-    assigned = [
-        n.value
-        for n in tree.body
-        if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == node.id
-    ]
-    if assigned:
-        return rewards_of(assigned[-1], tree, file)
-    if node.id in imported:
-        module, _, name = imported[node.id].partition(":")
-        beside = file.parent / f"{module.replace('.', '/')}.py"
-        if beside.exists():
-            return rewards_of(ast.Name(name), ast.parse(beside.read_text(encoding="utf-8")), beside)
-        return [imported[node.id]]
-    return [f"{file.stem}:{node.id}"]
+# %% ../../nbs/recipes/09_to_trainer.ipynb #1dfabc28
+class Unread(str):
+    "An expression that is no literal value; for a name that a file imports or defines: `module:name`."
 
 
-def argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
-    "An argument of a call, by its name or position."
-    by_name = {keyword.arg: keyword.value for keyword in call.keywords}
-    return by_name.get(name, call.args[position] if len(call.args) > position else None)
+@dataclass(frozen=True)
+class Call:
+    "A call in a script, with what it is given; a method's object comes first."
+
+    name: str
+    args: list[Any]
+    named: dict[str, Any]
+
+    def argument(self, name: str, position: int, default: Any = None) -> Any:
+        "An argument by its name or position."
+        given = dict(enumerate(self.args))
+        return self.named.get(name, given.get(position, default))
+
+    def __str__(self) -> str:
+        return f"{self.name}(...)"
 
 
-def data_of(
-    node: ast.expr | None, tree: ast.Module, folder: Path
-) -> tuple[tuple[Row, ...], dict[str, Any]]:
-    "Rows of a file that an expression names, or the settings of a data set of the hub."
-    if isinstance(node, ast.Name):
-        assigned = [
-            n.value
-            for n in ast.walk(tree)
-            if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == node.id
-        ]
-        node = assigned[-1] if assigned else node
-    if node is None:
+class Script:
+    "A script of TRL, parsed and not run."
+
+    def __init__(self, file: Path):
+        self.file = file
+        try:
+            self.text = file.read_text(encoding="utf-8")
+            self.tree = ast.parse(self.text)
+        except SyntaxError as error:
+            expected = "a script of TRL"
+            raise ConfigError(
+                "from_trainer", where=str(file), got=error, expected=expected
+            ) from None
+        self.assigned = defaultdict[str, list[ast.expr]](list)
+        self.imported = dict[str, str]()
+        top = self.tree.body
+        for node in [*(n for n in ast.walk(self.tree) if n not in top), *top]:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                self.assigned[node.targets[0].id].append(node.value)
+            if isinstance(node, ast.ImportFrom):
+                names = {a.asname or a.name: f"{node.module}:{a.name}" for a in node.names}
+                self.imported |= names
+
+    def read(self, node: Any) -> Any:
+        "The value of an expression: a literal, a list, a `Call`, or `Unread`."
+        match node:
+            case ast.Name(id=name) if self.assigned[name]:
+                last = self.assigned[name].pop()  # in `rows = rows.map(f)` the other one is meant
+                value = self.read(last)
+                self.assigned[name].append(last)
+                return value
+            case ast.Name(id=name):
+                return Unread(self.imported.get(name, f"{self.file.stem}:{name}"))
+            case ast.List(elts=parts) | ast.Tuple(elts=parts):
+                return [self.read(part) for part in parts]
+            case ast.Attribute(value=ast.Call()):
+                return self.read(node.value)
+            case ast.Call(func=function):
+                own = [function.value] if isinstance(function, ast.Attribute) else []
+                name = getattr(function, "id", getattr(function, "attr", ""))
+                named = {k.arg or "**": self.read(k.value) for k in node.keywords}
+                return Call(name, [self.read(arg) for arg in [*own, *node.args]], named)
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError):
+            return Unread(ast.unparse(node))
+
+    def calls(self, *names: str) -> list[Call]:
+        "The calls of functions or methods of these names."
+        calls = [self.read(node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        return [call for call in calls if call.name in names]
+
+    def rewards(self, value: Any) -> list[str]:
+        "The names of reward functions."
+        if isinstance(value, list):
+            return [name for one in value for name in self.rewards(one)]
+        if isinstance(value, Call):
+            wraps = value.name in ("by_sample", "with_texts", "reward_fn") and value.args
+            return self.rewards(value.args[0]) if wraps else []
+        module, _, name = value.partition(":")
+        beside = self.file.with_name(f"{module}.py")
+        if isinstance(value, Unread) and beside != self.file and beside.exists():
+            other = Script(beside)
+            return other.rewards(other.read(ast.Name(name)))
+        return [str(value)]
+
+    def rows(self, value: Any) -> tuple[tuple[Row, ...], dict[str, Any]]:
+        "Rows of a file that a value names, or the settings of a data set of the hub."
+        for part in parts_of(value):
+            file = self.file.parent / str(part)
+            if file.suffix in (".json", ".jsonl", ".parquet", ".csv") and file.is_file():
+                return tuple(load_rows(file)), {"dataset": str(file)}
+            if isinstance(part, Call) and part.name == "load_dataset" and is_literal(part.args):
+                split = part.named.get("split")
+                return (), {"dataset": part.argument("path", 0), "dataset_split": split}
         return (), {}
-    texts = [
-        n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-    ]
-    for text in texts:
-        if re.search(r"\.(jsonl?|parquet|csv)$", text) and (folder / text).is_file():
-            return tuple(load_rows(folder / text)), {"dataset": str(folder / text)}
-    for call in calls_of(node, "load_dataset"):
-        with suppress(ValueError, IndexError):
-            named = {"dataset": ast.literal_eval(call.args[0])}
-            split = argument(call, "split", 99)
-            return (), named | ({} if split is None else {"dataset_split": ast.literal_eval(split)})
-    return (), {}
 
 
-def script_settings(tree: ast.Module) -> tuple[dict[str, Any], list[str]]:
-    "The literal keywords of GRPOConfig, or of the defaults of a parser of TRL, and notes of the others."
-    constants = constants_of(tree)
+def parts_of(value: Any) -> Iterator[Any]:
+    "A value and all that is inside it, the innermost first."
+    inside = value if isinstance(value, list) else []
+    if isinstance(value, Call):
+        inside = [*value.args, *value.named.values()]
+    for part in inside:
+        yield from parts_of(part)
+    yield value
+
+
+def is_literal(value: Any) -> bool:
+    "Whether everything in a value was read."
+    return not any(isinstance(part, Unread | Call) for part in parts_of(value))
+
+
+Parts = tuple[dict[str, Any], dict[str, Any], tuple[Row, ...], list[str], list[str]]
+
+
+def read_script(file: Path) -> Parts:
+    "Settings of GRPOConfig, settings of ours, rows, names of rewards and notes of a script."
+    script = Script(file)
     settings = dict[str, Any]()
     notes = list[str]()
-    for call in calls_of(tree, "GRPOConfig", "set_defaults"):
-        for keyword in call.keywords:
-            if keyword.arg is None:
-                notes.append(
-                    f"GRPOConfig(**{ast.unparse(keyword.value)}): not read, it is no literal value"
-                )
-                continue
-            try:
-                settings[keyword.arg] = value_of(keyword.value, constants)
-            except ValueError:
-                notes.append(
-                    f"{keyword.arg}={ast.unparse(keyword.value)}: not read, it is no literal value"
-                )
-    return settings, notes
-
-
-def read_script(
-    file: Path,
-) -> tuple[dict[str, Any], dict[str, Any], tuple[Row, ...], list[str], list[str]]:
-    "Settings of GRPOConfig, settings of ours, rows, names of rewards and notes of a script."
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except SyntaxError as error:
-        raise ConfigError(
-            "from_trainer", where=str(file), got=str(error), expected="a script of TRL"
-        ) from None
-    settings, notes = script_settings(tree)
+    for call in script.calls("GRPOConfig", "set_defaults"):
+        for name, value in call.named.items():
+            if is_literal(value):
+                settings[name] = value
+            else:
+                notes.append(f"{name}={value}: not read, it is no literal value")
     if not settings:
         fix = "Give the script that calls GRPOConfig, or its settings as JSON or YAML."
-        raise ConfigError(
-            "from_trainer",
-            where=str(file),
-            got="no literal setting of GRPOConfig",
-            expected="a script of TRL",
-            fix=fix,
-        )
+        got = "no literal setting of GRPOConfig"
+        expected = "a script of TRL"
+        raise ConfigError("from_trainer", where=str(file), got=got, expected=expected, fix=fix)
     ours = dict[str, Any]()
-    if "get_decay_parameter_names" in {
-        n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)
-    } and settings.get("weight_decay"):
+    if "def get_decay_parameter_names" in script.text and settings.get("weight_decay"):
         ours["weight_decay_on"] = "all"
-    for call in calls_of(tree, "LoraConfig"):
-        known = {"r": "lora_rank", "lora_alpha": "lora_alpha"}
-        ours |= {"lora_rank": 8, "lora_alpha": 8.0}  # PEFT's defaults
-        with suppress(ValueError):
-            ours |= {
-                known[k.arg]: ast.literal_eval(k.value) for k in call.keywords if k.arg in known
-            }
-    classes = [n.name for n in tree.body if isinstance(n, ast.ClassDef)]
-    call = next(
-        (c for c in calls_of(tree, "GRPOTrainer", *classes) if argument(c, "reward_funcs", 1)), None
-    )
-    if call is None:
-        return settings, ours, (), [], [*notes, "the call of GRPOTrainer: not found"]
-    model = argument(call, "model", 0)
-    constants = {
-        n.targets[0].id: n.value
-        for n in tree.body
-        if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
-    }
-    model = constants.get(getattr(model, "id", ""), model)
-    if isinstance(model, ast.Call) and model.args:  # model_source("tiny")
-        model = model.args[0]
-    if isinstance(model, ast.Constant) and isinstance(model.value, str):
-        ours["base_model"] = model.value
-    rewards = argument(call, "reward_funcs", 1)
-    names = [] if rewards is None else rewards_of(rewards, tree, file)
-    rows, named = data_of(argument(call, "train_dataset", 3), tree, file.parent)
-    if settings.get("eval_strategy", "no") != "no":
-        held_out, _ = data_of(argument(call, "eval_dataset", 4), tree, file.parent)
-        ours["eval_rows"] = len(held_out)
-    return settings, ours | named, rows, names, notes
+    for call in script.calls("LoraConfig"):  # with PEFT's defaults
+        given = {
+            "lora_rank": call.named.get("r", 8),
+            "lora_alpha": call.named.get("lora_alpha", 8.0),
+        }
+        ours |= {name: value for name, value in given.items() if is_literal(value)}
+    classes = [n.name for n in script.tree.body if isinstance(n, ast.ClassDef)]
+    for call in script.calls("GRPOTrainer", *classes):
+        model = call.argument("model", 0)
+        model = model.args[0] if isinstance(model, Call) and model.args else model
+        if is_literal(model):  # perhaps of model_source("tiny")
+            ours["base_model"] = model
+        names = script.rewards(call.argument("reward_funcs", 1, []))
+        rows, dataset = script.rows(call.argument("train_dataset", 3))
+        if settings.get("eval_strategy", "no") != "no":
+            held_out, _ = script.rows(call.argument("eval_dataset", 4))
+            ours["eval_rows"] = len(held_out)
+        return settings, ours | dataset, rows, names, notes
+    return settings, ours, (), [], [*notes, "the call of GRPOTrainer: not found"]
 
-# %% ../../nbs/recipes/09_to_trainer.ipynb #d89fb548
+# %% ../../nbs/recipes/09_to_trainer.ipynb #ee6c5ec9
 def from_trainer(
     path: str
     | os.PathLike[str],  # a script of TRL, its settings as JSON or YAML, or a folder of one

@@ -46,15 +46,24 @@ from .tables import written_text
 __all__ = ['Watched', 'watch']
 
 # %% ../../nbs/runs/12_watch.ipynb #68345eb1
-SETTINGS_OF_ALL_LOSSES = "beta use_bias_correction_kl importance_sampling_level off_policy_mask_threshold top_entropy_quantile"
-SETTINGS_OF_LOSS = {
-    "ppo": "epsilon delta",
+LOSS_SETTINGS = {  # of GRPOConfig, by what reads them
+    "all": "beta use_bias_correction_kl importance_sampling_level off_policy_mask_threshold top_entropy_quantile entropy_coef",
+    "ppo": "epsilon epsilon_high delta",
+    "cispo": "epsilon_high",
     "sapo": "sapo_temperature_pos sapo_temperature_neg",
     "vespo": "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
+    "use_vllm": "vllm_importance_sampling_correction vllm_importance_sampling_mode "
+    "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min",
+    "use_adaptive_entropy": "use_adaptive_entropy entropy_target entropy_coef_delta",
 }
-VLLM_LOSS_SETTINGS = [
-    f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max", "clip_min")
-]
+
+
+def loss_settings(args: Mapping[str, Any]) -> set[str]:  # args: loss_type, use_vllm and all others
+    "The names of the settings that TRL's loss reads."
+    kind = args["loss_type"]
+    loss = TRL_PRESETS.get(kind, {"policy_loss": kind})["policy_loss"]
+    readers = ["all", loss, *(name for name in ("use_vllm", "use_adaptive_entropy") if args[name])]
+    return {name for reader in readers for name in LOSS_SETTINGS.get(reader, "").split()}
 
 
 def trl_options(
@@ -62,17 +71,12 @@ def trl_options(
 ) -> tuple[dict[str, Any], list[str]]:  # of LossOptions, and what they cannot say
     "The loss that a trainer was asked for, in the words of `LossOptions`."
     args, kind, steps = trainer.args, trainer.loss_type, trainer.args.gradient_accumulation_steps
-    loss = TRL_PRESETS.get(kind, {"policy_loss": kind})["policy_loss"]
-    words = {
-        name: getattr(args, name)
-        for name in f"{SETTINGS_OF_ALL_LOSSES} {SETTINGS_OF_LOSS.get(loss, '')}".split()
-    }
-    if loss in ("ppo", "cispo"):
-        words |= {"epsilon_high": trainer.epsilon_high}
-    if trainer.use_vllm:
-        words |= {name: getattr(args, name) for name in VLLM_LOSS_SETTINGS}
-    if args.entropy_coef and not args.use_adaptive_entropy:
-        words |= {"entropy_coef": args.entropy_coef}
+    read = loss_settings({**vars(args), "loss_type": kind, "use_adaptive_entropy": False})
+    words = {name: getattr(args, name) for name in sorted(read)}
+    if args.use_adaptive_entropy or not args.entropy_coef:
+        del words["entropy_coef"]
+    if "epsilon_high" in words:
+        words["epsilon_high"] = trainer.epsilon_high
     try:
         options = canonical(LossSettings, {"loss_type": kind, **words})[0]
     except ConfigError as error:
