@@ -16,8 +16,9 @@ from synthetic import synthetic_record
 import rl_notebook as rln
 from rl_notebook.cli import main
 from rl_notebook.insight.doctor.why import brief, numbers_of_run, why
+from rl_notebook.runs.conditions import ConditionError, parse_conditions
 from rl_notebook.runs.run import Run, RunFolder
-from rl_notebook.runs.search import QuestionError, completions_of, find_runs, parse_question
+from rl_notebook.runs.search import completions_of, find_runs, passes
 
 FOREIGN = Path(__file__).parent / "foreign"
 LOGS = Path(__file__).parent / "logs"
@@ -130,25 +131,28 @@ def test_upper_and_lower_case_and_the_signs_of_patterns_are_text(tmp_path):
 
 
 UNDERSTOOD = {
-    "reward>0.5, length 3..7": "reward > 0.5 and length 3..7",
-    "step 12 group 3: sorry": 'step = 12 and group = 3 and text contains "sorry"',
-    'reward 1 no "####"': 'reward = 1 and text lacks "####"',
-    "completion lacks '####' && tokens > 1,000": 'text lacks "####" and length > 1000',
-    "reward between 0.2 and 0.4 or more than 500 tokens": "(reward 0.2..0.4) or (length > 500)",
-    "rewards/format is not 1": "not rewards/format = 1",
-    "I am sorry": 'text contains "I am sorry"',
-    "14 19": 'text contains "14 19"',
-    'reward is 1 and the text does not contain "####"': 'reward = 1 and text lacks "####"',
-    'prompt mentions "train"': 'prompt contains "train"',
-    "the answer is 5": 'text contains "the answer is 5"',
-    "finish_reason is length and trainer TRL": 'finish_reason = "length" and trainer contains "TRL"',
-    "reward ~0.5": "reward 0.45..0.55",
+    "reward>0.5, length 3..7": [["reward > 0.5", "length = 3..7"]],
+    "step 12 group 3: sorry": [["step = 12", "group = 3", 'text contains "sorry"']],
+    'reward 1 no "####"': [["reward = 1", 'text lacks "####"']],
+    "completion lacks '####' && tokens > 1,000": [['text lacks "####"', "length > 1000"]],
+    "reward between 0.2 and 0.4 or more than 500 tokens": [["reward = 0.2..0.4"], ["length > 500"]],
+    "rewards/format is not 1": [["rewards/format != 1"]],
+    "I am sorry": [['text contains "I am sorry"']],
+    "14 19": [['text contains "14 19"']],
+    'reward is 1 and the text does not contain "####"': [["reward = 1", 'text lacks "####"']],
+    'prompt mentions "train"': [['prompt contains "train"']],
+    "the answer is 5": [['text contains "the answer is 5"']],
+    "finish reason is length and trainer TRL": [['finish_reason = "length"', 'trainer contains "TRL"']],
+    "reward ~0.5": [["reward = 0.45..0.55"]],
+    "rewards/format 0 rewards/right 1": [["rewards/format = 0", "rewards/right = 1"]],
+    "not reward none": [["reward != none"]],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("question", UNDERSTOOD)
 def test_a_question_is_understood_as_it_is_typed(question):
-    assert str(parse_question(question)) == UNDERSTOOD[question]
+    understood = [[str(c) for c in part] for part in parse_conditions(question, "question")]
+    assert understood == UNDERSTOOD[question]
 
 
 @pytest.mark.parametrize(
@@ -163,8 +167,8 @@ def test_a_question_is_understood_as_it_is_typed(question):
     ],
 )
 def test_a_part_that_is_not_understood_is_named(question, named):
-    with pytest.raises(QuestionError) as raised:
-        parse_question(question)
+    with pytest.raises(ConditionError) as raised:
+        parse_conditions(question, "question")
     assert named in str(raised.value)
 
 
@@ -181,8 +185,9 @@ def test_a_part_that_is_not_understood_is_named(question, named):
 )
 def test_any_text_is_a_question_or_its_error(text):
     frame = pd.DataFrame({"reward": [1.0, np.nan], "text": ["a", None], "step": [1, 2]})
-    with suppress(QuestionError):
-        assert parse_question(text).mask(frame).shape == (2,)
+    with suppress(ConditionError):
+        for part in parse_conditions(text, "question"):
+            assert all(passes(frame, condition).shape == (2,) for condition in part)
 
 
 def test_a_reward_function_is_asked_for_by_name_and_a_wrong_name_is_said(place):
@@ -190,7 +195,7 @@ def test_a_reward_function_is_asked_for_by_name_and_a_wrong_name_is_said(place):
     names = [c for c in rln.find("step >=0", trl).columns if c.startswith("rewards/")]
     bare = names[0].removeprefix("rewards/")
     assert len(rln.find(f"{bare} >=0", trl)) == len(rln.find(f"{names[0]} >=0", trl)) > 0
-    with pytest.raises(QuestionError, match=bare):
+    with pytest.raises(ConditionError, match=bare):
         rln.find(f"{bare}x 1", trl)
 
 
@@ -240,7 +245,7 @@ def test_a_damaged_step_is_left_out_by_name(place, tmp_path):
     (path / "steps/00002/completions.parquet").write_bytes(b"PAR1 and nothing else")
     table, notes = completions_of(Run.open(path), set())
     assert sorted(set(table["step"])) == [1, 3]
-    assert "step 2 is left out" in notes[0]
+    assert notes[0].startswith("1 of 3 steps are left out, step 2: ")
     assert len(rln.find("step >0", path).attrs["notes"]) == 1
 
 

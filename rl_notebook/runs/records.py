@@ -128,9 +128,7 @@ class StepRecord:
 
     def completions_table(self) -> pd.DataFrame:
         "One row per sample: place, prompt, text, rewards, advantage, how it ended."
-        table = pd.DataFrame(
-            _completion_rows(self.groups), columns=_completion_columns(self.groups)
-        )
+        table = pd.DataFrame(completion_rows(self.groups), columns=_completion_columns(self.groups))
         numbers = [
             c for c in table.columns if c in ("reward", "advantage") or c.startswith("rewards/")
         ]
@@ -145,7 +143,7 @@ class StepRecord:
         def cut(v):
             return f"{v[:LONGEST]} …" if isinstance(v, str) and len(v) > LONGEST else v
 
-        rows = [[cut(r[c]) for c in columns] for r in _completion_rows(self.groups)]
+        rows = [[cut(r[c]) for c in columns] for r in completion_rows(self.groups)]
         shown = next(
             n for n in (SHOWN, 8, 4, 2) if n == 2 or len(html_table(columns, rows[:n])) < 20_000
         )
@@ -177,7 +175,7 @@ def utf8(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _completion_rows(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
+def completion_rows(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
     "The completions table as plain dicts."
     names = reward_names(groups)
     return [

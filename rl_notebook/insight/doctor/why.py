@@ -514,7 +514,7 @@ def row_of(path: Path, run: Run | RLNotebookError) -> dict[str, Any]:
         return row | {"verdict": f"not read: {run.what}"}
     try:
         row |= {"what": what_trained(run), "steps": len(run.steps)}
-        files = files_of(run.reader, steps_read(run)) if run.reader else []
+        files = files_of(path, run.reader, steps_read(run)) if run.reader else []
         size = sum(file.stat().st_size for file in files)
         if size > MAX_READ:
             return row | {"verdict": f"not read, {size / 2**20:,.0f} MB: why {path}"}
