@@ -215,6 +215,12 @@ def test_a_large_difference_is_found_before_the_end():
     assert 0.5 in result.interval
 
 
+def test_an_open_race_says_in_whole_numbers_what_it_would_take():
+    race = made_up(np.random.default_rng(1), 0.02)
+    needed = race.plan().to_dict("records")[-1]
+    assert repr(race).endswith(f"takes about {needed['seeds']} seeds of 20 steps")
+
+
 def test_three_variants_share_the_confidence():
     race = made_up(np.random.default_rng(0), 0.1)
     three = replace(race, curves={**race.curves, "c": race.curves["b"]})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -15,8 +16,8 @@ import numpy as np
 from .types import RewardError, quoted
 
 # %% auto #0
-__all__ = ['RANGE_SEEN', 'Interval', 'clopper_pearson', 'betting', 'mean_interval', 'difference_interval', 'student',
-           'look_levels', 'detection_power']
+__all__ = ['RANGE_SEEN', 'MAX_VALUES', 'Interval', 'clopper_pearson', 'betting', 'mean_interval', 'difference_interval',
+           'student', 'look_levels', 'detection_power', 'values_needed']
 
 # %% ../../nbs/core/17_intervals.ipynb #b3b2f9fa
 # of an interval by betting whose bounds are the smallest and the largest reward of all that were seen
@@ -139,6 +140,7 @@ def betting(
 RESAMPLES = 2000
 
 
+@cache
 def student_quantile(level: float, freedom: int) -> float:
     """How many standard errors reach to each side of a mean of normal values, with n - 1 degrees of freedom.
 
@@ -241,3 +243,20 @@ def detection_power(
     means = difference + stds * rng.standard_normal(len(stds)) / math.sqrt(n)
     errors = stds * np.sqrt(rng.chisquare(n - 1, len(stds)) / (n - 1) / n)
     return float((means > student_quantile(level, n - 1) * errors).mean())
+
+
+MAX_VALUES = 64
+
+
+def values_needed(
+    std: float,  # of values of a pilot
+    freedom: int,  # of them: their number less 1
+    difference: float,  # true mean, above 0
+    power: float = 0.8,
+    level: float = 0.95,
+) -> int | str:  # "over 64" where so many are too few
+    "The smallest number of values with which `student` finds a difference with this probability."
+    for n in range(2, MAX_VALUES + 1):
+        if detection_power(std, freedom, difference, n, level) >= power:
+            return n
+    return f"over {MAX_VALUES}"

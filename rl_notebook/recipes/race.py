@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,32 +22,26 @@ from IPython.display import DisplayHandle
 from tqdm.auto import tqdm
 
 # %% auto #0
-__all__ = ['MAX_SEEDS', 'Lead', 'answer_of', 'Race', 'race']
+__all__ = ['Lead', 'leads_table', 'answer_of', 'Race', 'race']
 
 # %% ../../nbs/recipes/07_race.ipynb #8adaf66e
 from ..backends.base import Backend
 from ..config.config import Config
-from ..core.files import MAX_TEXT, read_file
-from ..core.intervals import Interval, detection_power, look_levels, student
+from rl_notebook.core.intervals import (
+    Interval,
+    detection_power,
+    look_levels,
+    student,
+    values_needed,
+)
 from ..core.types import ConfigError, RecordError
 from ..core.validation import nearest
 from .open import open_backend
-from ..runs.records import MISFITS, os_errors, replace_text
+from ..runs.records import parsing, read_json, replace_text
 from ..runs.run import Run, RunFolder
 from ..show.html import frame_html, tag
-from rl_notebook.views.charts import (
-    BAND,
-    GRID,
-    Chart,
-    Figure,
-    band_trace,
-    figure_of,
-    line_trace,
-    tint,
-    x_axis,
-    y_axis,
-)
-from ..views.report import PALETTE, figures_html, page_html
+from ..views.charts import GRID, Chart, Figure, band_trace, x_axis, y_axis
+from ..views.report import figures_html, lines_figure, page_html
 
 if TYPE_CHECKING:  # it loads torch, which reading a race does without
     from rl_notebook.loop.loop import GRPOLoop
@@ -55,11 +49,7 @@ if TYPE_CHECKING:  # it loads torch, which reading a race does without
 # %% ../../nbs/recipes/07_race.ipynb #3842afbf
 def recent_means(curves: np.ndarray, window: int) -> np.ndarray:  # (seeds, steps), as `curves`
     "The mean of the last steps up to each step, of those that were measured; NaN where none was."
-    padded = np.pad(curves, ((0, 0), (window, 0)), constant_values=np.nan)
-    last = np.lib.stride_tricks.sliding_window_view(padded, window, axis=1)[:, 1:]
-    known = np.isfinite(last)
-    with np.errstate(invalid="ignore"):
-        return np.where(known, last, 0).sum(-1) / known.sum(-1)
+    return np.asarray(pd.DataFrame(curves.T).rolling(window, min_periods=1).mean()).T
 
 # %% ../../nbs/recipes/07_race.ipynb #84b76095
 @dataclass(frozen=True)
@@ -85,6 +75,16 @@ class Lead:
         return f"{words[self.answer]}: {self.mean:+.3f}, {within}, after step {self.step}"
 
 
+def leads_table(leads: Iterable[Lead]) -> pd.DataFrame:
+    "A row for each."
+    columns = ["variant", "against", "difference", "low", "high", "after step", "answer"]
+    rows = [
+        (r.variant, r.first, r.mean, r.interval.low, r.interval.high, r.step, r.answer)
+        for r in leads
+    ]
+    return pd.DataFrame(rows, columns=columns)
+
+
 def answer_of(interval: Interval, margin: float, is_last: bool) -> str:
     "What an interval of a difference says; `margin` is the smallest difference that matters."
     if interval.low > 0:
@@ -99,36 +99,31 @@ def answer_of(interval: Interval, margin: float, is_last: bool) -> str:
 def race_figure(payload: Mapping[str, Any]) -> Figure:
     """Left: the mean over the seeds. Right: the difference to the first, with the interval of each look, all of which hold
     together. Grey: differences that do not matter."""
-    names = [*payload["lines"]]
-    data = [line_trace(payload["lines"][n], n, PALETTE[i % 5]) for i, n in enumerate(names)]
-    right = {"xaxis": "x2", "yaxis": "y2", "showlegend": False}
+    differences = payload["differences"]
     margin = payload["margin"]
-    top = margin
-    for name, band in payload["differences"].items():
-        text = f"{name} - {names[0]}"
-        color = PALETTE[names.index(name) % 5]
-        traces = band_trace(band["low"], band["high"], text, tint(color, BAND))
-        traces.append(line_trace(band["mean"], text, color))
-        data += [trace | right for trace in traces]
-        ends = [y for key in ("low", "high") for y in band[key]["y"][-1:]]
-        top = max([top, *(abs(y) for y in (*band["mean"]["y"], *ends) if y is not None)])
     steps = [1, payload["steps"]]
-    grey = band_trace({"x": steps, "y": [-margin] * 2}, {"x": steps, "y": [margin] * 2}, "", GRID)
-    axes: dict[str, Any] = {"xaxis": x_axis("step"), "xaxis2": x_axis("step")}
-    axes["yaxis2"] = y_axis("difference", range=[-1.3 * top, 1.3 * top])
-    grid = {"pattern": "independent", "rows": 1, "columns": 2, "xgap": 0.2}
-    data += [trace | right for trace in grey]
-    return figure_of(data, payload["metric"], **axes, grid=grid)
+    figure = lines_figure({"lines": payload["lines"], "y": payload["metric"]})
+    right = lines_figure({"lines": differences, "first": 1, "y": "difference"})["data"]
+    right += band_trace({"x": steps, "y": [-margin] * 2}, {"x": steps, "y": [margin] * 2}, "", GRID)
+    figure["data"] += [
+        trace | {"xaxis": "x2", "yaxis": "y2", "showlegend": False} for trace in right
+    ]
+    # the first intervals, which are wide, leave the picture
+    means = [y for line in differences.values() for y in line["mean"]["y"] if y is not None]
+    top = 2 * max(margin, *map(abs, [*means, 0.0]))
+    figure["layout"] |= {
+        "xaxis2": x_axis("step"),
+        "yaxis2": y_axis("difference", range=[-top, top]),
+        "grid": {"pattern": "independent", "rows": 1, "columns": 2, "xgap": 0.2},
+    }
+    return figure
 
 
-def line_of(steps: Sequence[int], values: Sequence[float]) -> dict[str, list]:
+def line_of(steps: Iterable[int], values: Iterable[float]) -> dict[str, list]:
     "A series of a payload; None where a value is not known."
-    return {"x": [*steps], "y": [float(v) if math.isfinite(v) else None for v in values]}
+    return {"x": [*steps], "y": [None if math.isnan(v) else float(v) for v in values]}
 
 # %% ../../nbs/recipes/07_race.ipynb #8a0c398a
-MAX_SEEDS = 64  # of a plan
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Race:
     "Variants on the same rows with the same random numbers, as far as they have come."
@@ -151,6 +146,11 @@ class Race:
         return next(iter(self.curves))
 
     @property
+    def others(self) -> list[str]:
+        "The variants that are compared with the first."
+        return [*self.curves][1:]
+
+    @property
     def taken(self) -> int:
         "Steps so far."
         return self.curves[self.first].shape[1]
@@ -158,38 +158,35 @@ class Race:
     @property
     def levels(self) -> np.ndarray:  # (looks,)
         "The confidence of the interval of each look, of all that are planned."
-        against = len(self.curves) - 1
-        return look_levels(self.steps // self.every, 1 - (1 - self.level) / against)
+        return look_levels(self.steps // self.every, 1 - (1 - self.level) / len(self.others))
 
     def differences(self, variant: str) -> np.ndarray:  # (seeds, looks so far)
         "How far a variant is ahead of the first at each look, for each seed."
         ours = recent_means(self.curves[variant], self.window)
         theirs = recent_means(self.curves[self.first], self.window)
-        return (ours - theirs)[:, self.every - 1 :: self.every]
+        return np.round(ours - theirs, 12)[:, self.every - 1 :: self.every]  # equal sums are equal
 
     def leads(self, variant: str) -> list[Lead]:
         "How far a variant is ahead at each look so far."
         leads = list[Lead]()
         for i, values in enumerate(self.differences(variant).T):
-            unknown = Interval(math.nan, math.nan)
-            known = np.isfinite(values).all()
-            interval = student(values, self.levels[i]) if known else unknown
+            interval = Interval(math.nan, math.nan)
+            if np.isfinite(values).all():
+                interval = student(values, self.levels[i])
             answer = answer_of(interval, self.difference, i == len(self.levels) - 1)
             step = (i + 1) * self.every
             leads.append(Lead(variant, self.first, step, values.mean(), interval, answer))
         return leads
 
-    def lead(self, variant: str) -> Lead | None:  # None before the first look
-        "The first look that decided how a variant compares, else the last one."
-        leads = self.leads(variant)
-        decided = [lead for lead in leads if lead.answer != "undecided"]
-        return next(iter([*decided, *leads[-1:]]), None)
-
     @property
     def results(self) -> list[Lead]:
-        "How each of the others compares with the first, after at least one look."
-        leads = (self.lead(variant) for variant in [*self.curves][1:])
-        return [lead for lead in leads if lead is not None]
+        "Of each of the others the first look that decided how it compares, else the last one."
+        results = list[Lead]()
+        for variant in self.others:
+            leads = self.leads(variant)
+            decided = [lead for lead in leads if lead.answer != "undecided"]
+            results += (decided or leads[::-1])[:1]
+        return results
 
     @property
     def decided(self) -> bool:
@@ -200,12 +197,7 @@ class Race:
     @property
     def table(self) -> pd.DataFrame:
         "A row for each variant but the first."
-        rows = []
-        for lead in self.results:
-            ends = {"low": lead.interval.low, "high": lead.interval.high}
-            row = {"variant": lead.variant, "against": lead.first, "difference": lead.mean, **ends}
-            rows.append({**row, "after step": lead.step, "answer": lead.answer})
-        return pd.DataFrame(rows)
+        return leads_table(self.results)
 
     def plan(
         self,
@@ -216,40 +208,32 @@ class Race:
 
         The power is that of the last look; earlier looks add to it. Raises `RecordError` before the first look."""
         wanted = self.difference if difference is None else difference
-        stds = np.max([self.differences(v).std(0, ddof=1) for v in [*self.curves][1:]], axis=0)
+        stds = np.max([self.differences(v).std(0, ddof=1) for v in self.others], axis=0)
         if not len(stds):
             raise RecordError("plan", got="no step", expected="a race that has taken some")
         rows = []
         for i in sorted({math.ceil(len(stds) * share / 4) - 1 for share in (1, 2, 3, 4)}):
-            std = float(stds[i])
-            enough = (n for n in range(2, MAX_SEEDS + 1) if self.power_of(n, std, wanted) >= power)
-            row = {"steps": (i + 1) * self.every, "std of a pair": std}
-            row["seeds"] = next(enough, f"over {MAX_SEEDS}")
+            pilot = (float(stds[i]), len(self.seeds) - 1, wanted)
+            seeds = values_needed(*pilot, power, self.levels[-1])
+            row = {"steps": (i + 1) * self.every, "std of a pair": pilot[0], "seeds": seeds}
             for n in (4, 8, 16):
-                row[f"power with {n} seeds"] = round(self.power_of(n, std, wanted), 2)
+                row[f"power with {n} seeds"] = round(detection_power(*pilot, n, self.levels[-1]), 2)
             rows.append(row)
         return pd.DataFrame(rows)
-
-    def power_of(self, seeds: int, std: float, difference: float) -> float:
-        "The probability that the last look of so many seeds finds a difference, where pairs vary by `std` in this race."
-        return detection_power(std, len(self.seeds) - 1, difference, seeds, self.levels[-1])
 
     @property
     def chart(self) -> Chart:
         "Each variant, and its difference to the first with the interval of each look."
         steps = range(1, self.taken + 1)
-        lines = {
-            name: line_of(steps, recent_means(curve, self.window).mean(0))
-            for name, curve in self.curves.items()
-        }
+        lines = {}
+        for name, curve in self.curves.items():
+            lines[name] = {"mean": line_of(steps, recent_means(curve, self.window).mean(0))}
         differences = {}
-        for variant in [*self.curves][1:]:
-            leads = self.leads(variant)
-            at = [lead.step for lead in leads]
-            band = {"mean": line_of(at, [lead.mean for lead in leads])}
-            band["low"] = line_of(at, [lead.interval.low for lead in leads])
-            band["high"] = line_of(at, [lead.interval.high for lead in leads])
-            differences[variant] = band
+        for variant in self.others:
+            table = leads_table(self.leads(variant)).rename(columns={"difference": "mean"})
+            differences[f"{variant} - {self.first}"] = {
+                name: line_of(table["after step"], table[name]) for name in ("mean", "low", "high")
+            }
         payload = {"lines": lines, "differences": differences, "margin": self.difference}
         payload |= {"metric": self.metric, "steps": self.steps}
         caption = " ".join(str(race_figure.__doc__).split())
@@ -259,8 +243,8 @@ class Race:
     def sentences(self) -> list[str]:
         "The answer of each variant, how far the race is, and what an open one would take."
         count = f"{len(self.seeds)} seeds, {self.taken} of {self.steps} steps, {self.metric}"
-        lines = [str(lead) for lead in self.results] + [count]
-        same = [v for v in [*self.curves][1:] if self.taken and not self.differences(v).any()]
+        lines = [*map(str, self.results), count]
+        same = [v for v in self.others if self.taken and not self.differences(v).any()]
         for variant in same:
             text = "took the same values in every pair so far; do their settings differ in effect?"
             lines.append(f"{variant} and {self.first} {text}")
@@ -288,20 +272,26 @@ class Race:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
         "Read a race from its folder; raises `RecordError` where there is none."
-        settings = read_race(Path(path))
-        variants = settings.pop("variants")
-        tables = {
-            (variant, seed): Run.open(Path(path) / run_name(variant, seed)).metrics()
-            for variant in variants
-            for seed in settings["seeds"]
+        file = Path(path) / RACE_FILE
+        plain = read_json(file, RACE_FORMAT)
+        with parsing(file, RACE_FORMAT):
+            seeds = tuple(map(int, plain["seeds"]))
+            settings: dict[str, Any] = {name: plain[name] for name in SETTINGS}
+            settings["seeds"] = seeds
+            race = cls({name: np.empty((len(seeds), 0)) for name in plain["variants"]}, **settings)
+            if plain["format"] != RACE_FORMAT:
+                raise ValueError(f"the format {plain['format']}")
+            check_race(race)
+        columns = {
+            (variant, seed): Run.open(Path(path) / run_name(variant, seed))
+            .metrics()
+            .reindex(columns=[race.metric])[race.metric]
+            for variant in race.curves
+            for seed in seeds
         }
-        taken = min(len(table) for table in tables.values())
-        curves = {variant: np.full((len(settings["seeds"]), taken), np.nan) for variant in variants}
-        for (variant, seed), table in tables.items():
-            if settings["metric"] in table:
-                row = settings["seeds"].index(seed)
-                curves[variant][row] = table[settings["metric"]].iloc[:taken]
-        return cls(curves, **settings)
+        taken = min(map(len, columns.values()))
+        curves = {v: np.array([columns[v, s].iloc[:taken] for s in seeds]) for v in race.curves}
+        return replace(race, curves=curves)
 
 # %% ../../nbs/recipes/07_race.ipynb #54915674
 RACE_FILE = "race.json"
@@ -316,19 +306,20 @@ def run_name(variant: str, seed: int) -> str:
 
 def check_race(race: Race) -> None:
     "Raise `ConfigError` for a race that cannot be run or told."
-    odd = [name for name in race.curves if not re.fullmatch(r"\w[\w.+-]{0,60}", name)]
+    names = [*race.curves]
+    are_folders = all(re.fullmatch(r"\w[\w.+-]{0,60}", name) for name in names)
+    are_seeds = len({*race.seeds}) == len(race.seeds) > 1
     looks = race.steps // race.every if race.every > 0 else 0
-    table = (
-        ("variants", len(race.curves), "two or more", len(race.curves) > 1),
-        ("names of variants", ", ".join(odd), "letters, digits, '_', '-', '+' and '.'", not odd),
-        ("seeds", list(race.seeds), "two or more", len(race.seeds) > 1),
-        ("seeds", list(race.seeds), "all different", len({*race.seeds}) == len(race.seeds)),
+    checks = (
+        ("variants", len(names), "two or more", len(names) > 1),
+        ("names of variants", names, "letters, digits, '_', '-', '+' and '.'", are_folders),
+        ("seeds", list(race.seeds), "two or more, all different", are_seeds),
         ("steps", race.steps, f"{race.every} or more", looks > 0),
         ("window", race.window, f"1 to {race.steps}", 0 < race.window <= race.steps),
         ("difference", race.difference, "above 0", race.difference > 0),
         ("level", race.level, "between 0 and 1", 0 < race.level < 1),
     )
-    for name, got, expected, is_right in table:
+    for name, got, expected, is_right in checks:
         if not is_right:
             raise ConfigError(name, where="race", got=got, expected=expected)
 
@@ -338,24 +329,6 @@ def write_race(race: Race, path: Path) -> None:
     values = {name: getattr(race, name) for name in SETTINGS}
     plain = {"format": RACE_FORMAT, "variants": [*race.curves], **values}
     replace_text(path / RACE_FILE, json.dumps(plain, indent=1) + "\n")
-
-
-def read_race(path: Path) -> dict[str, Any]:  # variants, and fields of `Race`
-    "What `write_race` wrote; raises `RecordError` for another file."
-    file = path / RACE_FILE
-    with os_errors("cannot read", file):
-        text = read_file(file, MAX_TEXT)
-    try:
-        plain = json.loads(text)
-        if plain.pop("format") != RACE_FORMAT:
-            raise ValueError("another format")
-        plain["seeds"] = tuple(int(seed) for seed in plain["seeds"])
-        empty = {str(name): np.empty((0, 0)) for name in plain["variants"]}
-        check_race(Race(empty, **{name: plain[name] for name in SETTINGS}))
-        return {"variants": [*empty], **{name: plain[name] for name in SETTINGS}}
-    except (*MISFITS, ConfigError) as error:
-        got = f"{type(error).__name__}: {error}"
-        raise RecordError(RACE_FILE, where=str(path), got=got, expected=RACE_FORMAT) from error
 
 # %% ../../nbs/recipes/07_race.ipynb #ef32d3e0
 async def load_weights(loop: GRPOLoop) -> None:
@@ -377,7 +350,7 @@ async def open_racers(
     from rl_notebook.loop.loop import GRPOLoop
 
     rows, reward, eval_rows = task
-    loops: dict[tuple[str, int], GRPOLoop] = {}
+    loops = dict[tuple[str, int], GRPOLoop]()
     for name, cfg in variants.items():
         opened = backend or await stack.enter_async_context(await open_backend(cfg))
         check_snapshots(opened, "race")
@@ -386,9 +359,8 @@ async def open_racers(
             stack.push_async_callback(load_weights, base)
         for seed in race.seeds:
             folder = None if path is None else path / run_name(name, seed)
-            settings = replace(
-                cfg, seed=seed, steps=race.steps, log_path=None if folder is None else str(folder)
-            )
+            log_path = None if folder is None else str(folder)
+            settings = replace(cfg, seed=seed, steps=race.steps, log_path=log_path)
             loop = GRPOLoop(
                 opened,
                 rows,
@@ -462,13 +434,10 @@ async def race(
     chosen = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     every = 1
     if metric.startswith("eval/"):
-        intervals = {cfg.eval_interval for cfg in variants.values()}
-        every = max(intervals)
-        if not (len(intervals) == 1 and every and len(eval_rows)):
-            got = f"{metric}, with {len(eval_rows)} held-out rows and eval_interval {intervals}"
-            fix = "Pass eval_rows, and set the same eval_interval in every config."
-            expected = "a metric that is measured"
-            raise ConfigError("metric", where="race", got=got, expected=expected, fix=fix)
+        every, *others = {cfg.eval_interval for cfg in variants.values()}
+        if others or not (every and len(eval_rows)):
+            expected = "eval_rows, and the same eval_interval in every config"
+            raise ConfigError("metric", where="race", got=metric, expected=expected)
     curves = {name: np.empty((len(chosen), 0)) for name in variants}
     going = Race(curves, chosen, steps, difference, metric, min(window, steps), every, level)
     check_race(going)
