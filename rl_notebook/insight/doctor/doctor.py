@@ -13,39 +13,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from ...backends.base import Backend
 from rl_notebook.insight.doctor.causes import (
-    FIXES,
-    NONE,
+    AS_RECORDED,
+    CAUSES,
+    MAX_UNSYNCED_SCORE,
     NO_MISMATCH,
-    NEXT_EXPERIMENTS,
+    NONE,
     PART_OF_WEIGHTS,
     UNEXPLAINED,
-    MAX_UNSYNCED_SCORE,
-    dtype_or_batching,
-    from_series,
-    mask_leak,
-    moved_rows,
-    no_mismatch,
-    non_finite,
-    other_logits,
-    other_temperature,
-    other_text,
-    other_tokens,
-    wanted_by_side,
-    bias_or_penalty,
-    decoding,
-    part_of_weights,
-    repeated,
-    sampled_otherwise,
-    self_contradiction,
-    shift,
-    stale_weights,
-    unexplained_gap,
-    vocabulary,
-    wrong_number_format,
-    wrong_reference,
+    ask_causes,
 )
 from ...config.aliases import words_for
 from rl_notebook.core.types import (
@@ -60,6 +39,7 @@ from rl_notebook.core.types import (
 from rl_notebook.insight.doctor.evidence import (
     MIN_LIKELY,
     AMBIGUOUS_SCORE,
+    HALF_PRECISION,
     MIN_SURE,
     Evidence,
     CauseFinding,
@@ -68,7 +48,6 @@ from rl_notebook.insight.doctor.evidence import (
     Resample,
     beyond,
     differs,
-    excess,
     explained,
     finer_rounding,
     gather,
@@ -82,37 +61,9 @@ from ...runs.records import StepRecord, expect, html_table
 from ...core.gaps import ROUNDING, Rounding
 
 # %% auto #0
-__all__ = ['Hypothesis', 'GAP_FREE_HYPOTHESES', 'GAP_HYPOTHESES', 'Diagnosis', 'diagnose']
+__all__ = ['Diagnosis', 'diagnose']
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #5306cdfb
-Hypothesis = Callable[[Evidence], Iterable[CauseFinding]]
-# asked of every step; the others only where trainer and sampler differ
-GAP_FREE_HYPOTHESES: list[Hypothesis] = [
-    no_mismatch,
-    mask_leak,
-    non_finite,
-    wrong_reference,
-    other_tokens,
-    other_temperature,
-    sampled_otherwise,
-    repeated,
-    self_contradiction,
-]
-GAP_HYPOTHESES: list[Hypothesis] = [
-    shift,
-    moved_rows,
-    wrong_number_format,
-    other_logits,
-    bias_or_penalty,
-    from_series,
-    stale_weights,
-    part_of_weights,
-    decoding,
-    other_text,
-    dtype_or_batching,
-    vocabulary,
-    unexplained_gap,
-]
 _SEEN = 0.005  # a score below which a finding is folded
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #630e634c
@@ -150,13 +101,13 @@ def shown_tokens(e: Evidence, positions: Sequence[int], limit: int = 5) -> tuple
 class Diagnosis:
     "The best explanation of what trainer and sampler disagree about, and all the others."
 
-    cause: str  # a key of FIXES
+    cause: str  # a key of CAUSES
     score: float  # 0 to 1
     text: str  # what was found
     numbers: Mapping[str, float]
     tokens: tuple[TokenGap, ...]  # that show it
     fix: str
-    findings: tuple[CauseFinding, ...]  # of all hypotheses, best first
+    findings: tuple[CauseFinding, ...]  # of all causes, best first
     undecided: tuple[str, ...] = ()  # other causes that explain it nearly as well
     tolerance: Rounding = ROUNDING["float32"]  # what was taken for rounding
     noise_floor: float | None = None  # nats, as measured; None = it was not
@@ -211,23 +162,21 @@ class Diagnosis:
             return (
                 "diagnose(record, backend=backend), so that both sides score the same tokens again"
             )
-        return next(
-            (NEXT_EXPERIMENTS[c] for c in (self.cause, *self.undecided) if c in NEXT_EXPERIMENTS),
-            "",
-        )
+        causes = [CAUSES[c] for c in (self.cause, *self.undecided) if c in CAUSES]
+        return next((c.to_decide for c in causes if c.to_decide), "")
 
     def __repr__(self) -> str:
-        hypotheses = [
+        findings = [
             f"  {score:.2f}  {cause:<25}{text}" for cause, score, text in finding_rows(self)
         ]
-        hypotheses += [f"  excluded: {', '.join(cause for cause, *_ in finding_rows(self, False))}"]
+        findings += [f"  excluded: {', '.join(cause for cause, *_ in finding_rows(self, False))}"]
         place = "  group {}, sample {}, target {} (token {}): {} / {}".format
         tokens = (
             ["trainer / sampler:", *(place(*row) for row in token_rows(self))]
             if self.tokens
             else []
         )
-        return "\n".join([self.sentence, measured_words(self), *hypotheses, *tokens])
+        return "\n".join([self.sentence, measured_words(self), *findings, *tokens])
 
     def _repr_html_(self) -> str:
         return diagnosis_html(self)
@@ -267,7 +216,7 @@ TOKEN_COLUMNS = ("group", "sample", "target", "token", "trainer", "sampler")
 def diagnosis_html(d: Diagnosis) -> str:
     "A diagnosis as HTML, everything escaped."
     tokens = html_table(TOKEN_COLUMNS, token_rows(d)) if d.tokens else ""
-    columns = ("hypothesis", "score", "finding")
+    columns = ("cause", "score", "finding")
     rest = html_table(columns, finding_rows(d, False))
     folded = f"<details><summary>Excluded</summary>{rest}</details>"
     cause, why, *more = map(html.escape, (*d.answer, measured_words(d)))
@@ -278,15 +227,11 @@ def diagnosis_html(d: Diagnosis) -> str:
 def departs(e: Evidence) -> str:
     "Say which sides, scored again, report other numbers than were recorded of them."
     at_one = e.provenance.trainer_temperature in (None, 1.0)
-    again = {"trainer": e.flat("policy") - e.p if "policy" in e.controls else np.zeros(0)}
-    again["sampler"] = (
-        e.flat("sampler") - e.s if "sampler" in e.controls and at_one else np.zeros(0)
-    )
-    off = [side for side, gap in again.items() if beyond(gap, finer_rounding(e))]
+    again = {"trainer": e.flat("policy") - e.p, "sampler": e.flat("sampler") - e.s}
+    off = [s for s in again if beyond(again[s], finer_rounding(e)) and (at_one or s == "trainer")]
     if not off:
         return "both sides say again what was recorded: two programs, or two models, that compute otherwise"
-    today = e.flat("sampler") - e.flat("policy") if len(off) == 2 else np.full(1, np.nan)
-    if np.isfinite(today).any() and not beyond(today, finer_rounding(e)):
+    if len(off) == 2 and not beyond(e.flat("sampler") - e.flat("policy"), finer_rounding(e)):
         return "both have learned since, and agree today: take the update back (loop.undo) and diagnose again"
     return f"scored again, the {' and the '.join(off)} says something else: look at what is done only then"
 
@@ -302,41 +247,40 @@ def none_of_these(e: Evidence, best: float) -> Iterator[CauseFinding]:
 MAX_UNTESTED_SCORE = 0.85  # of what no experiment has tested: it is likely at most
 
 
+def experiments_of(e: Evidence) -> tuple[str, ...]:
+    "The experiments that were made."
+    other = {
+        "sampler's likeliest tokens": e.listings,
+        "completions sampled again": e.completions,
+        "tokens sampled again": e.resamples,
+    }
+    series = dict.fromkeys(name.partition(",")[0] for name in e.controls)
+    return (*series, *(name for name, results in other.items() if results))
+
+
 def rank_causes(e: Evidence) -> Diagnosis:
-    "Ask every hypothesis; pure, so the same evidence gives the same diagnosis."
-    hypotheses = [*GAP_FREE_HYPOTHESES, *(GAP_HYPOTHESES if differs(e) else ())]
-    asked = [f for ask in hypotheses for f in ask(e)]
+    "Ask every cause; pure, so the same evidence gives the same diagnosis."
+    asked = ask_causes(e)
     asked += none_of_these(e, max((f.score for f in asked), default=0.0))
     strongest = dict[str, CauseFinding]()
     for f in sorted(asked, key=lambda f: (f.cause == NO_MISMATCH, -f.score)):
         strongest.setdefault(f.cause, f)
-    excluded = [
-        CauseFinding(cause, 0.0, "nothing speaks for it")
-        for cause in FIXES
-        if cause not in strongest
-    ]
-    best, *others = findings = (*strongest.values(), *excluded)
-    experiments = (
-        *dict.fromkeys(name.partition(",")[0] for name in e.controls),
-        *(["sampler's likeliest tokens"] if e.listings else []),
-        *(["completions sampled again"] if e.completions else []),
-        *(["tokens sampled again"] if e.resamples else []),
-    )
+    for cause in CAUSES:
+        strongest.setdefault(cause, CauseFinding(cause, 0.0, "nothing speaks for it"))
+    best, *others = strongest.values()
+    close = max(MIN_SURE if best.score >= MIN_SURE else best.score / 2, _SEEN)
+    verdicts = (NO_MISMATCH, UNEXPLAINED)
+    experiments = experiments_of(e)
     is_tested = bool(experiments) or best.is_counted
-    close = [
-        f.cause
-        for f in others
-        if f.score >= (MIN_SURE if best.score >= MIN_SURE else best.score / 2) and f.score > 0
-    ]
     return Diagnosis(
         cause=best.cause,
         score=best.score if is_tested else min(best.score, MAX_UNTESTED_SCORE),
         text=best.text,
         numbers=best.numbers,
         tokens=shown_tokens(e, best.positions),
-        fix=words_for(e.provenance.sources)(FIXES[best.cause]),
-        findings=findings,
-        undecided=tuple(cause for cause in close if cause not in (NO_MISMATCH, UNEXPLAINED)),
+        fix=words_for(e.provenance.sources)(CAUSES[best.cause].fix),
+        findings=(best, *others),
+        undecided=tuple(f.cause for f in others if f.score >= close and f.cause not in verdicts),
         tolerance=finer_rounding(e),
         noise_floor=noise_floor(e),
         largest=size(e.gap).largest,
@@ -357,6 +301,19 @@ def one_per_datum(
     "One array per datum, None for those that were not scored."
     by_index = dict(zip(datum_indices, scored, strict=True))
     return tuple(by_index[i].values if i in by_index else None for i in range(len(e.datums)))
+
+
+def heads_of(e: Evidence, positions: Sequence[int]) -> list[np.ndarray]:
+    "The tokens before each of these compared positions."
+    return [e.datums[e.row[k]].tokens[: e.target[k] + 1] for k in positions]
+
+
+async def sample_each(
+    backend: Backend, heads: Sequence[np.ndarray], params: SampleParams
+) -> list[list[Completion]]:
+    "Completions of each text, each with its own seed: samples must not repeat."
+    asked = (backend.sampler.sample(h, replace(params, seed=k)) for k, h in enumerate(heads))
+    return list(await asyncio.gather(*asked))
 
 
 async def echo_all(backend: Backend, tokens: Iterable[np.ndarray]) -> list[Logprobs]:
@@ -391,17 +348,15 @@ async def sample_likely(
     "Sample likely tokens again for what the sampler reports of them: for servers that score no given tokens."
     likely = np.isin(e.row, list(datum_indices)) & (e.s > np.log(0.2))
     order = np.argsort(-np.where(likely, np.nan_to_num(np.abs(e.gap)), -1), kind="stable")
-    chosen = [int(k) for k in order if likely[k]][:places]
+    chosen = order[likely[order]][:places]
     t = e.provenance.sampler_temperature
     params = SampleParams(n=32, max_tokens=1, temperature=1.0 if t is None else t)
-    heads = [e.datums[e.row[k]].tokens[: e.target[k] + 1] for k in chosen]
-    asked = (backend.sampler.sample(h, replace(params, seed=seed)) for seed, h in enumerate(heads))
+    sampled = await sample_each(backend, heads_of(e, chosen), params)
     reported = [np.full(len(d.weights), np.nan) for d in e.datums]
-    for k, completions in zip(chosen, await asyncio.gather(*asked), strict=True):
-        values = (
-            float(c.logprobs[0]) for c in completions if len(c.tokens) and c.tokens[0] == e.token[k]
-        )
-        reported[e.row[k]][e.target[k]] = next(values, np.nan)
+    for k, completions in zip(chosen, sampled, strict=True):
+        for c in completions:
+            if len(c.tokens) and c.tokens[0] == e.token[k]:
+                reported[e.row[k]][e.target[k]] = float(c.logprobs[0])
     return replace(e, controls={**e.controls, name: tuple(reported)})
 
 
@@ -459,27 +414,26 @@ async def run_listing(
     "Let the sampler list its likeliest tokens at a few places, and the policy score them there."
     most = backend.capabilities.top_logprobs
     t = 1.0 if e.provenance.sampler_temperature is None else e.provenance.sampler_temperature
-    if most == 0 or t == 0 or not differs(e):
+    if most == 0 or t == 0:
         return e
     params = SampleParams(n=1, max_tokens=1, temperature=t, top_logprobs=min(LISTED_TOKENS, most))
     chosen = choose_places(e, datum_indices, places)
-    heads = [e.datums[e.row[k]].tokens[: e.target[k] + 1] for k in chosen]
-    asked = [backend.sampler.sample(h, replace(params, seed=seed)) for seed, h in enumerate(heads)]
+    heads = heads_of(e, chosen)
     end = getattr(backend.tokenizer, "eos_token_id", None)
     listings = list[Listing]()
-    for k, head, [completion] in zip(chosen, heads, await asyncio.gather(*asked), strict=True):
+    sampled = await sample_each(backend, heads, params)
+    for k, head, [completion] in zip(chosen, heads, sampled, strict=True):
         top = completion.top_logprobs
         if top is None or not len(top.tokens) or (top.distribution == "raw" and t != 1):
             continue
-        pairs = zip(top.tokens[0].tolist(), top.logprobs[0].tolist(), strict=True)
-        reported = {token: x for token, x in pairs if token >= 0 and np.isfinite(x)}
-        for token in (end, int(e.token[k])):
-            if token is not None:
-                reported.setdefault(token, -np.inf)
+        known = (top.tokens[0] >= 0) & np.isfinite(top.logprobs[0])
+        reported = dict(zip(top.tokens[0][known].tolist(), top.logprobs[0][known], strict=True))
+        for token in {end, int(e.token[k])} - {None}:
+            reported.setdefault(token, -np.inf)
         tokens = np.array([*reported])
+        sampler = np.array([*reported.values()], dtype=np.float64)
         unscored = np.full(len(tokens), np.nan)
-        said_before = np.isin(tokens, head)
-        listings.append(Listing(k, tokens, np.array([*reported.values()]), unscored, said_before))
+        listings.append(Listing(k, tokens, sampler, unscored, np.isin(tokens, head)))
     return replace(e, listings=await score_listings(e, backend, listings))
 
 
@@ -487,23 +441,17 @@ async def score_listings(
     e: Evidence, backend: Backend, listings: Sequence[Listing]
 ) -> tuple[Listing, ...]:
     "The listings with what the policy says of their tokens."
+    heads = heads_of(e, [x.at for x in listings])
     datums = [
-        one_token_datum(e.datums[e.row[x.at]].tokens[: e.target[x.at] + 1], token)
-        for x in listings
+        Datum(np.r_[head, token], np.r_[np.zeros(len(head) - 1), 1.0])
+        for x, head in zip(listings, heads, strict=True)
         for token in x.tokens
     ]
-    if not datums:
-        return ()
-    scores = np.array([lp.values[-1] for lp in await backend.policy.forward(datums)])
-    ends = np.cumsum([len(x.tokens) for x in listings])
-    parts = np.split(scores.astype(np.float64), ends[:-1])
-    return tuple(replace(x, trainer=part) for x, part in zip(listings, parts, strict=True))
-
-
-def one_token_datum(head: np.ndarray, token: int) -> Datum:
-    "A datum whose last token alone is scored."
-    tokens = np.r_[head, token]
-    return Datum(tokens, np.r_[np.zeros(len(head) - 1), 1.0])
+    scored = iter(await backend.policy.forward(datums) if datums else [])
+    return tuple(
+        replace(x, trainer=np.array([float(next(scored).values[-1]) for _ in x.tokens]))
+        for x in listings
+    )
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #b15d2f13
 def echo_repeats(e: Evidence) -> bool:
@@ -532,21 +480,17 @@ async def run_completions(
     max_tokens: int = 24,
 ) -> Evidence:
     "Sample a few completions again, and let both sides score them."
-    if not differs(e) or echo_repeats(e):
-        return e
     rows = [i for i in worst_datums(e, len(e.datums)) if i in set(datum_indices) & {*e.row}]
     room = (backend.capabilities.max_seq_len or 10**9) - max_tokens
     heads = {h.tobytes(): h for h in (turn_with_largest_gap(e, row) for row in rows)}
     chosen = [h for h in heads.values() if len(h) <= room][:most]
-    params = SampleParams(n=1, max_tokens=max_tokens)
-    asked = [backend.sampler.sample(h, replace(params, seed=seed)) for seed, h in enumerate(chosen)]
-    sampled = [(h, c) for h, [c] in zip(chosen, await asyncio.gather(*asked), strict=True)]
-    sampled = [(h, c) for h, c in sampled if len(c.tokens)]
-    if not sampled:
+    sampled = await sample_each(backend, chosen, SampleParams(n=1, max_tokens=max_tokens))
+    pairs = [(h, c) for h, [c] in zip(chosen, sampled, strict=True) if len(c.tokens)]
+    if not pairs:
         return e
     datums = [
         Datum(np.r_[h, c.tokens], np.r_[np.zeros(len(h) - 1), np.ones(len(c.tokens))])
-        for h, c in sampled
+        for h, c in pairs
     ]
     policy = [lp.values for lp in await backend.policy.forward(datums)]
     echo = [np.full(len(d.weights), np.nan) for d in datums]
@@ -554,7 +498,7 @@ async def run_completions(
         echo = [lp.values for lp in await echo_all(backend, [d.tokens for d in datums])]
     completions = [
         FreshCompletion(chosen_logprobs(c), echoed[d.active], scored[d.active])
-        for (_, c), d, echoed, scored in zip(sampled, datums, echo, policy, strict=True)
+        for (_, c), d, echoed, scored in zip(pairs, datums, echo, policy, strict=True)
     ]
     return replace(e, completions=tuple(completions))
 
@@ -592,15 +536,10 @@ def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[st
     yield "without the first token", list(prompt[1:])
     yield "without the last prompt token", list(prompt[:-1])
     yield "without the generation prompt", list(prompt[:end])
-    yield (
-        "without special tokens",
-        [t for t in prompt if t not in getattr(tokenizer, "all_special_ids", ())],
-    )
     yield "without the template", bare
     yield "without the template but its first token", [*prompt[:1], *bare]
     if bos is not None:
         yield "a second BOS", [bos, *prompt]
-        yield "a second and a third BOS", [bos, bos, *prompt]
     for t in sorted(special, key=lambda t: t not in prompt)[:16]:
         yield f"a foreign {tokenizer.decode([t])!r} ({t}) in front", [t, *prompt]
     if getattr(tokenizer, "chat_template", None):
@@ -608,107 +547,19 @@ def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[st
 
         messages = [{"role": "user", "content": tokenizer.decode(prompt)}]
         with contextlib.suppress(DataError):  # a template may reject its own special tokens
-            yield (
-                "a second template",
-                tokenizer.encode(render(tokenizer, messages), add_special_tokens=False),
-            )
+            text = render(tokenizer, messages)
+            yield "a second template", tokenizer.encode(text, add_special_tokens=False)
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #c283525a
-def padded_prompts(e: Evidence, tokenizer: Any, row: int) -> Iterator[tuple[str, list[int]]]:
-    "The prompt behind pad tokens, up to the longest row or prompt, or to a multiple of a power of two."
-    prompt = prompt_of(e.datums[row])
-    own = len(e.datums[row].tokens)
-    pad = next(
-        (
-            t
-            for name in ("pad_token_id", "eos_token_id")
-            if (t := getattr(tokenizer, name, None)) is not None
-        ),
-        0,
-    )
-    longest = max(len(d.tokens) for d in e.datums)
-    most = max(len(prompt_of(d)) for d in e.datums)
-
-    def up_to(length):
-        return {-(-length // m) * m for m in (1, 8, 16, 32, 64)}
-
-    wanted = {width - own for length in (own, longest) for width in up_to(length)}
-    wanted |= {width - len(prompt) for length in (len(prompt), most) for width in up_to(length)}
-    for n in sorted(wanted - {0}):
-        yield f"padding of {n}", [pad] * n + prompt
-
-
-def other_prompts(e: Evidence, row: int, limit: int = 8) -> Iterator[tuple[str, list[int]]]:
-    "Prompts of other groups, nearest first."
-    prompts = {d.group: prompt_of(d) for d in e.datums if d.num_loss_tokens}
-    own = e.datums[row].group
-    for group in sorted(prompts, key=lambda g: abs(g - own))[: limit + 1]:
-        yield f"prompt of group {group}", prompts[group]
-
-
-def cut_prompts(e: Evidence, row: int) -> Iterator[tuple[str, list[int]]]:
-    "The end of the prompt: as long as a power of two, or as prompts of rows without a gap, or a little longer."
-    prompt = prompt_of(e.datums[row])
-    off = {*e.row[np.abs(e.gap) > token_tolerance(e)].tolist()}
-    agree = (
-        len(prompt_of(d)) for r, d in enumerate(e.datums) if d.num_loss_tokens and r not in off
-    )
-    near = range(known, known + 8) if (known := max(agree, default=0)) else ()
-    for most in sorted({*near, *(2**k for k in range(3, 20))}):
-        if most < len(prompt):
-            yield f"only the last {most} tokens", prompt[-most:]
-
-
-def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
-    "A datum behind every other prompt that fits the model, and with its ids moved."
-    d = e.datums[row]
-    tokenizer = backend.tokenizer
-    recorded_prompt = prompt_of(e.datums[row])
-    room = (backend.capabilities.max_seq_len or 10**9) - (len(d.tokens) - len(recorded_prompt))
-    made = [
-        *template_prompts(tokenizer, recorded_prompt),
-        *padded_prompts(e, tokenizer, row),
-        *other_prompts(e, row),
-    ]
-    made += cut_prompts(e, row)
-    packed = [
-        [t for d in e.datums[max(0, row - n) : row] for t in d.tokens.tolist()] for n in (1, 2)
-    ]
-    made += [
-        (f"behind row {row - n}", [*before, *recorded_prompt]) for n, before in enumerate(packed, 1)
-    ]
+def contexts(d: Datum, backend: Backend) -> dict[str, Datum]:
+    "A datum behind every other prompt that fits the model."
+    recorded = prompt_of(d)
+    room = (backend.capabilities.max_seq_len or 10**9) - (len(d.tokens) - len(recorded))
     new = dict[tuple[int, ...], str]()
-    # a pad token more is padding
-    for name, p in sorted(made, key=lambda named: named[0].startswith("a foreign")):
-        new.setdefault(tuple(p), name)  # the first name of a prompt that several ways come to
-    candidates = {
-        name: behind(d, p)
-        for p, name in new.items()
-        if 0 < len(p) <= room and [*p] != recorded_prompt
-    }
-    for by in (1, -1, 2, -2, 3, -3):
-        if d.tokens.min() + by >= 0 and d.tokens.max() + by < len(tokenizer):
-            candidates[f"ids moved by {by:+d}"] = replace(d, tokens=d.tokens + by)
-    return candidates
-
-
-def context_kind(name: str) -> str:
-    "The name of a context, without what differs from row to row."
-    starts = ("padding", "prompt of group", "behind row", "only the last")
-    return next((start for start in starts if name.startswith(start)), name)
-
-
-def likely_kinds(e: Evidence, row: int, most: int = 4) -> set[str]:
-    "The kinds of the contexts, and the recorded one, that leave the least of a row's gap."
-    at = e.row == row
-    left = dict[str, float]()
-    for side, wanted in wanted_by_side(e).items():
-        for name, series in e.controls.items():
-            start, _, context = name.partition(", ")
-            if start == side and context and (values := series[row]) is not None:
-                over = excess(wanted[at] - values[e.target[at]], token_tolerance(e))
-                left[context] = min(over, left.get(context, np.inf))
-    return {context_kind(name) for name in sorted(left, key=lambda n: left[n])[:most]}
+    for name, prompt in template_prompts(backend.tokenizer, recorded):
+        if prompt != recorded and 0 < len(prompt) <= room:
+            new.setdefault(tuple(prompt), name)  # the first name, if several ways come to it
+    return {name: behind(d, prompt) for prompt, name in new.items()}
 
 
 async def score_contexts(
@@ -741,25 +592,13 @@ async def score_contexts(
 
 
 async def run_context(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
-    "Score the datum with the largest gaps behind other prompts, likely ones first, and two more behind those that fit it."
+    "Score the three datums with the largest gaps behind other prompts: those that templates, and what handles them, may make."
     worst = [i for i in worst_datums(e, len(e.datums)) if i in set(datum_indices)]
-    first, *others = [i for i in worst if e.datums[i].num_loss_tokens][:3]
-    tried = contexts(e, backend, first)
-    templates = {n: d for n, d in tried.items() if n.startswith(("without", "a "))}
-    jobs = [("as recorded", first, e.datums[first])]
-    e = await score_contexts(e, backend, jobs + [(n, first, d) for n, d in templates.items()])
-    if max((f.score for f in other_text(e)), default=0.0) < MIN_LIKELY:
-        rest = [(n, first, d) for n, d in tried.items() if n not in templates]
-        e = await score_contexts(e, backend, rest)
-    kinds = likely_kinds(e, first)
-    jobs = [("as recorded", i, e.datums[i]) for i in others]
-    jobs += [
-        (n, i, d)
-        for i in others
-        for n, d in contexts(e, backend, i).items()
-        if context_kind(n) in kinds
-    ]
-    return await score_contexts(e, backend, jobs) if jobs else e
+    jobs = list[tuple[str, int, Datum]]()
+    for i in [i for i in worst if e.datums[i].num_loss_tokens][:3]:
+        jobs.append((AS_RECORDED, i, e.datums[i]))
+        jobs += [(name, i, datum) for name, datum in contexts(e.datums[i], backend).items()]
+    return await score_contexts(e, backend, jobs)
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #f4c13aa3
 def always_same_token(resamples: Sequence[Resample]) -> bool:
@@ -771,16 +610,19 @@ def always_same_token(resamples: Sequence[Resample]) -> bool:
 
 def count_halves(at: int, halves: Sequence[Sequence[Completion]]) -> Resample:
     "How often each token came, in two halves of samples of one place."
-    reported = dict[int, list[float]]()
-    for c in (c for half in halves for c in half):
-        reported.setdefault(int(c.tokens[0]), []).append(float(chosen_logprobs(c)[0]))
-    # a row of the batch may have other settings
-    claimed = {t: float(np.median(x)) for t, x in reported.items()}
-    order = sorted(claimed, key=lambda t: -claimed[t])
-    counts = np.array(
-        [[sum(int(c.tokens[0]) == t for c in half) for t in order] for half in halves]
+    table: Any = pd.DataFrame(
+        [
+            (int(c.tokens[0]), float(chosen_logprobs(c)[0]), half)
+            for half, completions in enumerate(halves)
+            for c in completions
+        ],
+        columns=["token", "claimed", "half"],
     )
-    return Resample(at, np.array(order), np.array([claimed[t] for t in order]), counts)
+    # a row of the batch may have other settings
+    claimed = table.groupby("token")["claimed"].median().sort_values(ascending=False, kind="stable")
+    counts = pd.crosstab(table["half"], table["token"]).reindex([0, 1], fill_value=0)
+    tokens = claimed.index.to_numpy()
+    return Resample(at, tokens, claimed.to_numpy(), counts[tokens].to_numpy())
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #56e51ba4
 async def run_resample(
@@ -792,34 +634,21 @@ async def run_resample(
 ) -> Evidence:
     "Sample two halves of `samples` next tokens at each of `places` positions where the sampler was in doubt."
     doubt = np.where(np.isin(e.row, list(datum_indices)), np.abs(np.exp(e.s) - 0.5), np.nan)
-
-    def past(k):
-        return e.datums[e.row[k]].tokens[: e.target[k] + 1]
-
-    once = dict[bytes, int]()
+    prefixes = e.prefix_hashes(False)
+    once = dict[int, int]()
     for k in (int(k) for k in np.argsort(doubt, kind="stable") if np.isfinite(doubt[k])):
-        once.setdefault(past(k).tobytes(), k)
+        once.setdefault(int(prefixes[k]), k)
     off = [k for k in once.values() if abs(e.gap[k]) > token_tolerance(e)]
     # a fault may spare most places
     order = [*dict.fromkeys([*off[: places // 2], *once.values()])][:places]
-    heads = [past(k) for k in order]
-    # a different seed for each request: samples must not repeat
+    heads = heads_of(e, order)
     params = SampleParams(n=samples, max_tokens=1)
-    asked = [
-        backend.sampler.sample(h, replace(params, seed=seed))
-        for seed, h in enumerate([*heads, *heads])
+    sampled = [
+        [c for c in completions if len(c.tokens) and np.isfinite(c.logprobs[0])]
+        for completions in await sample_each(backend, [*heads, *heads], params)
     ]
-
-    def with_logprobs(completions):
-        return [c for c in completions if len(c.tokens) and np.isfinite(c.logprobs[0])]
-
-    sampled = [with_logprobs(completions) for completions in await asyncio.gather(*asked)]
-    halves = [
-        (k, pair)
-        for k, *pair in zip(order, sampled[: len(heads)], sampled[len(heads) :], strict=True)
-        if all(pair)
-    ]
-    resamples = [count_halves(k, pair) for k, pair in halves]
+    halves = zip(order, sampled[: len(heads)], sampled[len(heads) :], strict=True)
+    resamples = [count_halves(k, pair) for k, *pair in halves if all(pair)]
     if always_same_token(resamples):
         why = "all samples of a request are the same, and not the likeliest: they share a seed, and say nothing"
         return replace(e, failed={**e.failed, "resample": why})
@@ -851,19 +680,22 @@ def chosen_controls(names: Sequence[str]) -> list[str]:
     return [c for c in CONTROLS if c in names or c in needed]
 
 
-def is_conclusive(e: Evidence) -> bool:
-    "Whether one cause explains nearly everything; never for a trainer in 16 bits while the sampler's precision is unknown."
-    coarse = (
-        e.provenance.trainer_dtype in ("bfloat16", "float16") and e.provenance.sampler_dtype is None
-    )
+def may_change(name: str, e: Evidence) -> bool:
+    "Whether a control may still change the verdict: not once one cause explains nearly everything, though samples may contradict numbers that agree."
     d = rank_causes(e)
-    return d.score >= CONCLUSIVE_SCORE and d.cause != NONE and not d.undecided and not coarse
-
-
-def is_decided_without_prompts(e: Evidence) -> bool:
-    "Whether an experiment names decoding, or weights that do not arrive, so that no other prompt needs to be tried."
-    d = rank_causes(e)
-    return d.score >= MAX_UNSYNCED_SCORE and d.cause in ("decoding", PART_OF_WEIGHTS)
+    # the sampler of a trainer in 16 bits may have any precision until it is asked
+    coarse = e.provenance.trainer_dtype in HALF_PRECISION and e.provenance.sampler_dtype is None
+    is_settled = d.score >= CONCLUSIVE_SCORE and d.cause != NONE and not d.undecided
+    if name == "rescore":
+        return True
+    if is_settled and not coarse:
+        return name == "resample" and d.ok
+    if name in ("listing", "completions"):
+        return differs(e) and (name == "listing" or not echo_repeats(e))
+    if name in ("sync", "context") and "sampler" not in e.controls:
+        return False
+    by_experiment = ("decoding", PART_OF_WEIGHTS)
+    return name != "context" or d.cause not in by_experiment or d.score < MAX_UNSYNCED_SCORE
 
 
 def datums_for_controls(e: Evidence, limit: int) -> list[int]:
@@ -916,16 +748,7 @@ async def diagnose(
     e = gather(source, trainer_logprobs, sampler_logprobs, untrained=untrained)
     datum_indices = datums_for_controls(e, max_datums)
     for name in chosen if backend is not None else ():
-        assert backend is not None
-        if (
-            name != "rescore"
-            and is_conclusive(e)
-            and not (name == "resample" and rank_causes(e).ok)
-        ):
-            continue
-        if name in ("sync", "context") and "sampler" not in e.controls:
-            continue
-        if name == "context" and is_decided_without_prompts(e):
+        if not may_change(name, e):
             continue
         try:
             e = await CONTROLS[name](e, backend, datum_indices)

@@ -163,6 +163,16 @@ class Listing:
     trainer: np.ndarray  # (K,) nats
     is_repeated: np.ndarray  # (K,) bool: the token stands in the text before
 
+    @property
+    def is_listed(self) -> np.ndarray:
+        "(K,) bool: the sampler lists the token."
+        return np.isfinite(self.sampler)
+
+    @property
+    def gap(self) -> np.ndarray:
+        "(K,) nats, sampler less trainer."
+        return self.sampler - self.trainer
+
 
 @dataclass(frozen=True, eq=False)
 class FreshCompletion:
@@ -241,18 +251,20 @@ def rounding_here(e: Evidence, dtype: str) -> Rounding:
     return Rounding(mean, largest)
 
 
+def roundings_here(e: Evidence) -> list[Rounding]:
+    "What rounding explains of the two precisions, the finer first; of float32 where none is stated."
+    dtypes = [d for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d]
+    return sorted((rounding_here(e, d) for d in dtypes or ["float32"]), key=lambda r: r.largest)
+
+
 def finer_rounding(e: Evidence) -> Rounding:
     "What rounding explains of the finer precision."
-    dtypes = [d for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d]
-    allowed = [rounding_here(e, d) for d in dtypes or ["float32"]]
-    return min(allowed, key=lambda r: r.largest)
+    return roundings_here(e)[0]
 
 
 def coarser_rounding(e: Evidence) -> Rounding:
     "What the coarser of the two precisions explains."
-    dtypes = [d for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d]
-    allowed = [rounding_here(e, d) for d in dtypes or ["float32"]]
-    return max(allowed, key=lambda r: r.largest)
+    return roundings_here(e)[-1]
 
 
 def beyond(gap: np.ndarray, allowed: Rounding) -> bool:
