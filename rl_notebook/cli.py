@@ -1147,7 +1147,12 @@ def run_convert(args: Sequence[str]) -> int:  # exit code
         description="Write the experiment of a run as files that another trainer runs, with DIFFERENCES.md beside them.",
     )
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--to", choices=("trl", "verl", "skyrl"), required=True, help="the trainer")
+    parser.add_argument(
+        "--to",
+        choices=("trl", "verl", "prime-rl", "skyrl", "tinker"),
+        required=True,
+        help="the trainer",
+    )
     parser.add_argument("--out", type=Path, default=None, help="folder (default: RUN-TRAINER)")
     parser.add_argument(
         "--processes", type=int, default=1, help="on which it will run (default: 1)"
@@ -1611,7 +1616,10 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (run_doctor, "explain why trainer and sampler disagree, step by step"),
     "replay": (run_replay, "recompute a recorded step and compare every phase"),
     "export": (run_export, "write a run's weights as a folder for transformers, PEFT and vLLM"),
-    "convert": (run_convert, "write a run's experiment for TRL, verl or SkyRL, and what differs"),
+    "convert": (
+        run_convert,
+        "write a run's experiment for TRL, verl, prime-rl, SkyRL or Tinker, and what differs",
+    ),
     "emulate": (run_emulate, "run a local service for the Fireworks and Tinker SDKs"),
     "check": (run_check, "test a service: --backend openai, tinker or fireworks"),
     "skill": (run_skill, "print or install what tells a coding agent how to read runs"),

@@ -241,13 +241,21 @@ def prime_rl(peers: Path, **changed: Any) -> Loss:
     return loss
 
 
-def tinker(peers: Path) -> Loss:
+def tinker(peers: Path, name: str = "importance_sampling", **bounds: float) -> Loss:
     data = taken(
         peers / "tinker-cookbook/tinker_cookbook/rl/data_processing.py", "compute_advantages"
     )
-    server = taken(
-        peers / "skyrl/skyrl/backends/skyrl_train/utils/ppo_utils.py", "importance_sampling_loss"
+    jnp = SimpleNamespace(
+        exp=torch.exp,
+        clip=torch.clamp,
+        minimum=torch.minimum,
+        where=torch.where,
+        zeros_like=torch.zeros_like,
     )
+    jax = SimpleNamespace(lax=SimpleNamespace(stop_gradient=torch.Tensor.detach))
+    names = ("safe_loss_mask", f"{name}_loss")
+    server = taken(peers / "skyrl/skyrl/tinker/loss_fns.py", *names, jnp=jnp, jax=jax)
+    config = SimpleNamespace(**bounds)
 
     def loss(b: Batch, p: torch.Tensor) -> torch.Tensor:
         groups = [
@@ -255,7 +263,7 @@ def tinker(peers: Path) -> Loss:
             for r in b["rewards"].view(GROUPS, K)
         ]
         a = torch.cat(data.compute_advantages(groups)).double().unsqueeze(1)
-        return server.importance_sampling_loss(p, b["sampler"], a, None, b["mask"])[0]
+        return vars(server)[f"{name}_loss"](p, b["mask"], b["sampler"], a, config).sum()
 
     return loss
 
@@ -327,7 +335,7 @@ def trl(peers: Path, micro: int = ROWS, **words: Any) -> Loss:
                 "advantages": names["advantages"][rows].double(),
                 "entropy": torch.zeros(len(rows), WIDTH).double(),
             }
-            value, by_p, _ = test_trl_words.theirs(words, part)
+            value, by_p, _ = test_trl_words.trl_loss(words, part)
             total = total + value / (ROWS // micro)
             grad[rows] = torch.tensor(by_p) / (ROWS // micro)
         return total + (grad * (p - p.detach())).sum()  # the derivative that TRL found
@@ -385,6 +393,11 @@ def losses(peers: Path) -> Iterator[tuple[str, dict[str, Any], Loss]]:
         {"dppo_mask": 0.1, "kl_beta": 0.0},
         prime_rl(peers, dppo_mask_low=0.1, dppo_mask_high=0.1, kl_tau=0.0),
     )
+    yield (
+        "prime-rl",
+        {"dppo_mask": None, "kl_beta": 0.0},
+        prime_rl(peers, dppo_mask_low=1.0, dppo_mask_high=1.0, kl_tau=0.0),
+    )
     yield "SkyRL", {}, skyrl(peers)
     yield (
         "SkyRL",
@@ -413,6 +426,10 @@ def losses(peers: Path) -> Iterator[tuple[str, dict[str, Any], Loss]]:
         ),
     )
     yield "tinker-cookbook", {}, tinker(peers)
+    bounds = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}
+    for name in ("ppo", "cispo"):
+        words = {"policy_loss": name, "eps_clip": 0.2, "eps_clip_high": 0.28}
+        yield "tinker-cookbook", words, tinker(peers, name, **bounds)
     yield "Fireworks", {}, fireworks(peers)
     yield (
         "Fireworks",

@@ -5,10 +5,12 @@ same completions are trained here."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import runpy
 import sys
+import tomllib
 from collections import defaultdict
 from dataclasses import fields, replace
 from pathlib import Path
@@ -180,7 +182,7 @@ def test_the_penalty_for_length_is_trls() -> None:
     assert [ours("", row) for row in ids] == pytest.approx(get_soft_overlong_punishment(20, 8)(ids))
 
 
-# --- verl and SkyRL -------------------------------------------------------------------------------------------------
+# --- verl, prime-rl, SkyRL and tinker-cookbook -------------------------------------------------------------------------------------------------
 
 CLIPPED: dict[str, Any] = {
     "policy_loss": "ppo",
@@ -188,6 +190,13 @@ CLIPPED: dict[str, Any] = {
     "advantage_eps": 1e-6,
     "eps_clip": 0.2,
 }
+SAMPLED: dict[str, Any] = {  # by prime-rl and Tinker
+    "policy_loss": "importance_sampling",
+    "anchor": "rollout",
+    "advantage_scale": "none",
+    "kl_beta": 0.0,
+}
+CLIP: dict[str, Any] = {"eps_clip": 0.2, "eps_clip_high": 0.28}
 BY_CONSTANT: dict[str, Any] = {"aggregation": "constant", "max_completion_tokens": 64}
 OURS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # trainer, settings of a recorded case, the same in our config
     ("verl", {}, {"eps_clip_c": 3.0}),
@@ -199,25 +208,75 @@ OURS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # trainer, settings 
     ("SkyRL", {"eps_clip_c": 3.0, "kl_beta": 0.0}, {"eps_clip_c": 3.0}),
     ("SkyRL", BY_CONSTANT, {**BY_CONSTANT, "kl_beta": 1e-3}),
     ("SkyRL", {"aggregation": "prompt_mean"}, {"aggregation": "prompt_mean", "kl_beta": 1e-3}),
+    ("prime-rl", {"dppo_mask": None, "kl_beta": 0.0}, SAMPLED),
+    ("tinker-cookbook", {}, SAMPLED | {"aggregation": "sum"}),
+    *(
+        ("tinker-cookbook", {"policy_loss": name, **CLIP}, SAMPLED | {"policy_loss": name, "aggregation": "sum", **CLIP})
+        for name in ("ppo", "cispo")
+    ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("title", "recorded", "ours"), OURS)
-def test_a_conversion_has_the_loss_that_verl_and_skyrl_computed(
+def test_a_conversion_has_the_loss_that_the_trainer_computed(
     title: str, recorded: dict[str, Any], ours: dict[str, Any]
 ) -> None:
     "The recorded loss and gradient of the trainer's own code, for the settings that were written."
-    result = convert(Config(**CLIPPED | ours), title.lower())
+    base = SAMPLED if "anchor" in ours else CLIPPED
+    result = convert(Config(**base | ours), title.lower().removesuffix("-cookbook"))
     kinds = {one.setting: one.kind for one in result.carried}
-    assert {
-        kinds[name] for name in ("policy_loss", "aggregation", "advantage_scale", "eps_clip")
-    } == {"exact"}
-    assert kinds.get("eps_clip_c", "exact") == "exact"
+    names = ("policy_loss", "aggregation", "advantage_scale", "anchor", "eps_clip", "eps_clip_c")
+    assert {kinds.get(name, "exact") for name in names} == {"exact"}
     cases = test_trainers.GOLDEN["cases"]
     (case,) = [c for c in cases if (c["trainer"], c["settings"]) == (title, recorded)]
     for number in range(2):
         converted = {**case, "settings": terms_there(result)}
         assert test_trainers.difference(converted, number, {}) < 1e-6
+
+
+def test_masks_of_prime_rl_leave_the_gradient_of_dppo() -> None:
+    "Its loss has another value, which the conversion says."
+    own = {"policy_loss": "dppo_tv", "dppo_low": 0.1, "dppo_high": 0.1, "dppo_cap": 1e9}
+    result = convert(Config(**SAMPLED | own), "prime-rl")
+    (loss,) = [one for one in result.carried if one.setting == "policy_loss"]
+    assert (loss.kind, loss.there) == ("factor", "dppo_tv")
+    recorded = {"dppo_mask": 0.1, "kl_beta": 0.0}
+    (case,) = [c for c in test_trainers.GOLDEN["cases"] if c["settings"] == recorded]
+    for number in range(2):
+        batch = test_trainers.frozen_step(number, {})
+        compared = rln.compare_trainers(batch, {"prime-rl": terms_there(result)})
+        gradient = test_trainers.flat(batch.datums, compared.dlogprobs["prime-rl"])
+        np.testing.assert_allclose(gradient, case["grad"][number], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("trainer", ["verl", "prime-rl", "skyrl", "tinker"])
+def test_every_slot_holds_a_setting_or_a_quantity(trainer: str) -> None:
+    table = conversion.TABLES[trainer]
+    known = conversion.quantities(Config()).keys() | {"prompts_of_update"} | Config().flat().keys()
+    assert {slot.setting for slot in table.slots} <= known
+    assert set(table.fixed) <= set(Config().flat())
+
+
+def test_prime_rl_and_tinker_get_settings_rows_and_an_environment(tmp_path: Path) -> None:
+    cfg = Config(**SAMPLED | {k: v for k, v in RUN.items() if k != "device"}, grad_clip_norm=0.0)
+    loop = open_loop(replace(cfg, lr_scheduler_type="cosine", warmup_steps=2), toy_reward)
+    folder = loop.to_trainer("prime-rl", tmp_path / "prime").folder
+    settings = tomllib.loads((folder / "rl.toml").read_text())
+    assert settings["max_steps"] == 10
+    assert settings["orchestrator"]["batch_size"] == 16
+    assert settings["trainer"]["scheduler"] == {"type": "cosine", "warmup_steps": 2}
+    assert settings["trainer"]["optim"]["max_norm"] == "None"
+    (source,) = settings["orchestrator"]["train"]["source"]
+    assert (folder / f"{source['env']['taskset']['id']}.py").exists()
+    recipe = loop.to_trainer("tinker", tmp_path / "tinker").folder / "train.py"
+    assigned = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in ast.parse(recipe.read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+    }
+    assert assigned["SETTINGS"]["loss_fn"] == "importance_sampling"
+    assert assigned["ROWS"] == {"batch_size": 4, "group_size": 4, "shuffle": False, "seed": 0}
+    assert len(recipe.with_name("rows.jsonl").read_text().splitlines()) == 40
 
 
 @pytest.mark.parametrize("trainer", ["verl", "skyrl"])

@@ -1130,7 +1130,7 @@ class GRPOLoop(Loop):
 
     def to_trainer(
         self,
-        trainer: str,  # "trl", "verl" or "skyrl"
+        trainer: str,  # "trl", "verl", "prime-rl", "skyrl" or "tinker"
         path: str | os.PathLike[str],  # of the folder
         processes: int = 1,  # on which it will run
     ) -> Any:

@@ -105,9 +105,25 @@ def quantities(cfg: Config, processes: int = 1) -> dict[str, Any]:
     settings = cfg.flat()
     values = {name: settings[name] for name in settings if name in LOCAL}
     values |= learning_settings(settings)
-    dual = values["policy_loss"] == "ppo" and values["eps_clip_c"] is not None
+    surrogate = values["policy_loss"]
+    bounds = None
+    if surrogate in ("ppo", "cispo"):
+        low = 1 - values["eps_clip"]
+        bounds = {"clip_low_threshold": low, "clip_high_threshold": 1 + values["eps_clip_high"]}
+    if surrogate == "ppo" and values["eps_clip"] == values["eps_clip_high"] == NO_CLIP:
+        surrogate = "importance_sampling"
+        bounds = None
+        values |= {"dppo_low": 1.0, "dppo_high": 1.0}  # no probability moves further
+    elif surrogate == "ppo" and values["eps_clip_c"] is not None:
+        surrogate = "dual_clip"
+    schedule = cfg.lr_scheduler_type
+    falls = schedule not in ("constant", "constant_with_warmup", "cosine")
+    decay = {"constant_with_warmup": 0}.get(
+        schedule, (cfg.steps or 0) - cfg.warmup_steps if falls else None
+    )
     return values | {
         "processes": processes,
+        "completions": completions,
         "micro": micro,  # completions of a micro-batch of one process
         "parts": share // micro,  # micro-batches of an update
         "slices": share // micro * updates,  # micro-batches of a step
@@ -117,8 +133,12 @@ def quantities(cfg: Config, processes: int = 1) -> dict[str, Any]:
         "min_lr": {"min_lr_rate": cfg.min_lr_rate} if cfg.min_lr_rate else None,
         "betas": [cfg.adam_beta1, cfg.adam_beta2],
         "lora_alpha": int(cfg.lora_alpha) if cfg.lora_rank else None,
+        "adapter_rank": cfg.lora_rank or 32,
         "kl_on": cfg.kl_beta > 0,
-        "surrogate": "dual_clip" if dual else values["policy_loss"],
+        "surrogate": surrogate,
+        "ratio_bounds": bounds,
+        "schedule_warmup": None if schedule == "constant" else cfg.warmup_steps,
+        "schedule_decay": decay,
         "length_limit": cfg.max_completion_tokens if cfg.aggregation == "constant" else None,
         "max_prompt_tokens": cfg.max_seq_len - cfg.max_completion_tokens,
         "eval_updates": cfg.eval_interval * updates if evaluates else None,
@@ -179,7 +199,7 @@ class Table:
             value = values.get(slot.setting)
             if value is not None or None in slot.words:
                 settings[slot.name] = slot.theirs(value)
-        return settings
+        return {name: value for name, value in settings.items() if value is not None}
 
     def reason(self, name: str, values: Mapping[str, Any], differs: bool) -> tuple[str, str]:
         "Kind and reason of a setting; exact where none applies and it does not differ."
@@ -211,9 +231,14 @@ REASONS = """
 - &engine
   ppo_n_minibatches!=1: the parts are whole prompts, in another order
   advantage_eps: advantages are (std + eps) / (std + 0.000001) times as large
+- &model
   base_model=tiny: &shipped 'a model that ships with this package: export it, and give its folder'
   base_model=smollm2: *shipped
   dtype: 'the forward pass computes in bfloat16: the last bits of the logprobs differ'
+- &sampler
+  policy_loss=grpo ppo_n_minibatches=1: the gradient is equal where sampler and trainer agree, since the ratio to the sampler is 1 there
+  anchor=old: 'the ratio is to the sampler, and not to the policy before the step: equal where the two agree'
+  advantage_scale=loo: advantages are (K-1)/K = {loo_factor:.4g} times as large
 - """
 
 
@@ -473,7 +498,7 @@ config:
   trainer.n_gpus_per_node: $processes
   trainer.val_before_train: false
 factor:
-  <<: [*factor, *engine]
+  <<: [*factor, *engine, *model]
   kl_beta!=0: k3 is cut at 10
 impossible: *impossible
 fixed: {advantage_eps: 1.0e-6, drop_zero_variance_groups: false, dtype: bfloat16}
@@ -528,13 +553,101 @@ config:
   generator.apply_overlong_filtering: $overlong keep=false mask=true else=false
   generator.inference_engine.num_engines: $processes
 factor:
-  <<: [*factor, *engine]
+  <<: [*factor, *engine, *model]
   kl_beta!=0: k3 is cut at 10
   kl_beta!=0 aggregation!=sequence_mean: the KL term is a mean over completions, and k3 is cut at 10
 impossible: *impossible
 fixed: {advantage_eps: 1.0e-6, drop_zero_variance_groups: false, dtype: bfloat16}
 """)
-TABLES = {"trl": TRL, "verl": VERL, "skyrl": SKYRL}
+
+# %% ../../nbs/recipes/08_conversion.ipynb #2f0a37a6
+PRIME_RL = read_table("""
+version: 559b447
+titles: [prime-rl, prime-rl]
+config:
+  model.name: $base_model
+  seq_len: $max_seq_len
+  max_steps: $steps
+  deployment.num_train_gpus: $processes
+  inference.vllm.tensor_parallel_size: 1
+  orchestrator.renderer.name: default
+  orchestrator.batch_size: $completions
+  orchestrator.group_size: $completions_per_prompt
+  orchestrator.max_off_policy_steps: 0
+  orchestrator.algo.type: $advantage_scale none=grpo maxrl=max_rl else=grpo
+  orchestrator.train.filter_zero_advantages: $drop_zero_variance_groups
+  orchestrator.train.sampling.temperature: $temperature
+  orchestrator.train.sampling.max_completion_tokens: $max_completion_tokens
+  orchestrator.train.sampling.extra_body.top_k: $top_k 0=-1
+  orchestrator.train.sampling.extra_body.min_p: $min_p
+  orchestrator.train.sampling.extra_body.repetition_penalty: $repetition_penalty
+  trainer.model.lora.rank: $lora_rank 0=null
+  trainer.model.lora.alpha: $lora_alpha
+  trainer.loss.type: $surrogate dppo_tv=default importance_sampling=default else=default
+  trainer.loss.dppo_mask_low: $dppo_low
+  trainer.loss.dppo_mask_high: $dppo_high
+  trainer.loss.kl_tau: 0.0
+  trainer.optim.type: adamw
+  trainer.optim.lr: $learning_rate
+  trainer.optim.betas1: $adam_beta1
+  trainer.optim.betas2: $adam_beta2
+  trainer.optim.weight_decay: $weight_decay
+  trainer.optim.max_norm: $grad_clip_norm 0="None"
+  trainer.scheduler.type: $lr_scheduler_type constant=constant cosine=cosine linear=linear else=linear
+  trainer.scheduler.warmup_steps: $schedule_warmup
+  trainer.scheduler.decay_steps: $schedule_decay
+factor:
+  <<: [*sampler, *factor, *model]
+  policy_loss=dppo_tv: the gradient is equal; the loss has another value
+  dppo_cap: a ratio is not cut
+  drop_zero_variance_groups=true: a completion whose reward is the mean of its group is left out too, so the gradient is divided by fewer tokens
+  shuffle: the rows are taken in their order
+  epochs!=1: passes are counted as steps, which to_trainer writes
+  steps=null: it runs until it is stopped, where to_trainer does not write the steps of the rows
+  lr_scheduler_type=linear: 'it reaches 0 with the last step, here one step later'
+impossible:
+  policy_loss: the loss of dppo_tv was written in its place
+  kl_beta: its KL term pulls to the sampler, and is off
+  top_p: it samples with 1
+fixed: {aggregation: token_mean, anchor: rollout, dppo_cap: 1.0e+9, dtype: bfloat16, kl_beta: 0.0, seed: null, shuffle: false}
+""")
+TINKER = read_table("""
+version: 0.6.1
+titles: [tinker-cookbook, tinker-cookbook]
+config:
+  model_name: $base_model
+  recipe_name: rl_notebook
+  learning_rate: $learning_rate
+  max_tokens: $max_completion_tokens
+  temperature: $temperature
+  lora_rank: $adapter_rank
+  loss_fn: $surrogate importance_sampling=importance_sampling ppo=ppo cispo=cispo grpo=importance_sampling else=ppo
+  loss_fn_config: $ratio_bounds
+  kl_penalty_coef: 0.0
+  num_substeps: $ppo_n_minibatches
+  num_epochs: $epochs
+  max_steps: $steps
+  remove_constant_reward_groups: $drop_zero_variance_groups
+  eval_every: 0
+  save_every: $dcp_save_interval
+  rows.batch_size: $prompt_groups_per_step
+  rows.group_size: $completions_per_prompt
+  rows.shuffle: $shuffle
+  rows.seed: $seed
+factor:
+  <<: [*sampler, *factor, *model]
+  aggregation=token_mean: 'a sum over the tokens: the gradient is multiplied by their number, which AdamW hardly sees'
+  ppo_n_minibatches!=1: a step is split in the order of its prompts
+  chat_template=null: the renderer that the cookbook recommends for the model writes the prompt
+impossible:
+  policy_loss: the nearest loss that Tinker has was written in its place
+  kl_beta: its KL penalty is a part of the reward, and is off
+  lora_rank: Tinker trains adapters alone
+  lora_alpha: the service sets it
+fixed: {advantage_scale: none, aggregation: sum, anchor: rollout, adam_beta2: 0.95, weight_decay: 0.0, grad_clip_norm: 0.0,
+  dtype: bfloat16, kl_beta: 0.0, lora_alpha: 32.0}
+""")
+TABLES = {"trl": TRL, "verl": VERL, "prime-rl": PRIME_RL, "skyrl": SKYRL, "tinker": TINKER}
 
 
 def read_settings(table: Table, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -544,19 +657,34 @@ def read_settings(table: Table, settings: Mapping[str, Any]) -> dict[str, Any]:
         for slot in table.slots
         if slot.name in settings
     }
-    updates = values["prompt_groups_per_step"] // values["prompts_of_update"]
-    warmup = values["warmup_updates"] // updates
-    beta1, beta2 = values["betas"]
-    values |= {"adam_beta1": beta1, "adam_beta2": beta2}
-    values |= {"ppo_n_minibatches": updates, "warmup_steps": warmup}
-    if not values["kl_on"]:
-        values["kl_beta"] = 0.0
-    if warmup and values["lr_scheduler_type"] == "constant":
+    if "completions" in values:
+        prompts = values["completions"] // values["completions_per_prompt"]
+        values["prompt_groups_per_step"] = prompts
+    if "prompts_of_update" in values:
+        updates = values["prompt_groups_per_step"] // values["prompts_of_update"]
+        beta1, beta2 = values["betas"]
+        values |= {"adam_beta1": beta1, "adam_beta2": beta2, "ppo_n_minibatches": updates}
+        values["warmup_steps"] = values["warmup_updates"] // updates
+    if "adapter_rank" in values:
+        values["lora_rank"] = values["adapter_rank"]
+    warmup = values.get("schedule_warmup", values.get("warmup_steps", 0))
+    is_flat = values.get("schedule_decay") == 0
+    if warmup and (values.get("lr_scheduler_type") == "constant" or is_flat):
         values["lr_scheduler_type"] = "constant_with_warmup"
-    if "surrogate" in values:
-        values["policy_loss"] = "ppo"
+    if not values.get("kl_on", True):
+        values["kl_beta"] = 0.0
+    values["warmup_steps"] = warmup
+    surrogate = values.get("surrogate", "ppo")
+    if surrogate == "dppo_tv" and values.get("dppo_low", 0) >= 1 <= values.get("dppo_high", 0):
+        surrogate = "importance_sampling"
+    values["policy_loss"] = "ppo" if surrogate == "dual_clip" else surrogate
+    if bounds := values.get("ratio_bounds"):
+        low = 1 - bounds["clip_low_threshold"]
+        values |= {"eps_clip": low, "eps_clip_high": bounds["clip_high_threshold"] - 1}
     defaults = {**Config().flat(), **table.fixed}
-    return {name: values.get(name, default) for name, default in defaults.items()}
+    read = {name: values.get(name, default) for name, default in defaults.items()}
+    unread = {*SURROGATE_PARAM_NAMES} - {*SURROGATE_PARAMS[read["policy_loss"]]}
+    return read | dict.fromkeys(unread)
 
 # %% ../../nbs/recipes/08_conversion.ipynb #44e0445e
 @dataclass(frozen=True)
@@ -621,7 +749,7 @@ class Conversion:
 # %% ../../nbs/recipes/08_conversion.ipynb #a61e5ff0
 def convert(
     cfg: Config,
-    trainer: str = "trl",  # or "verl", "skyrl"
+    trainer: str = "trl",  # or "verl", "prime-rl", "skyrl", "tinker"
     processes: int = 1,  # on which it will run
 ) -> Conversion:
     """A config in the names of another trainer; raises `ConfigError` for an unknown trainer and for an asynchronous loop.
@@ -642,11 +770,14 @@ def convert(
         there = learning_settings(config_of_trl(settings, processes, **beside)[0].flat())
     else:
         prompts = cfg.prompt_groups_per_step
-        got = f"{prompts} prompts in {cfg.ppo_n_minibatches} updates"
-        values["prompts_of_update"] = equal_share(prompts, cfg.ppo_n_minibatches, 1, got)
-        if here["policy_loss"] != "ppo":
-            values |= dict.fromkeys(SURROGATE_PARAM_NAMES)  # bounds of another loss
+        if "$prompts_of_update" in table.config.values():
+            got = f"{prompts} prompts in {cfg.ppo_n_minibatches} updates"
+            values["prompts_of_update"] = equal_share(prompts, cfg.ppo_n_minibatches, 1, got)
         settings = table.fill(values)
         there = learning_settings(read_settings(table, settings))
+        if there["policy_loss"] != here["policy_loss"]:  # without the bounds of another loss
+            values |= dict.fromkeys([*SURROGATE_PARAM_NAMES, "ratio_bounds"])
+            settings = table.fill(values)
+            there = learning_settings(read_settings(table, settings))
     carried = tuple(compare_there(table, values, here, there))
     return Conversion(trainer, table.version, settings, there, carried)

@@ -249,7 +249,7 @@ def trl_script(
 
 # %% ../../nbs/recipes/09_to_trainer.ipynb #ef8ef812
 NOT_RUN = (
-    "Its settings were checked against the trainer's own config, and its loss on recorded batches. A training was not run: it needs GPUs. "
+    "Its settings were checked against the trainer's own config, and its loss on recorded batches. A training was not run: it needs GPUs, or the service. "
     "Where a reward function gives None, which leaves a completion out here, its part of the reward is 0."
 )
 GENERAL = (
@@ -261,7 +261,9 @@ GENERAL = (
 def terms_there(conversion: Conversion) -> dict[str, Any]:
     "What the settings that were written are in `compare_trainers`."
     known = {*SURROGATE_PARAM_NAMES}.union(*TERMS.values())
-    values = {"kl_bias_correction": False, **conversion.there}
+    values = {"kl_bias_correction": False, "dppo_mask": None, **conversion.there}
+    if not values["drop_zero_variance_groups"]:
+        values["counted"] = "all"
     return {name: v for name, v in values.items() if name in known}
 
 
@@ -339,6 +341,138 @@ if __name__ == "__main__":
 '''
 
 
+PRIME_TASK = '''"""The experiment of a notebook in prime-rl {version}: the environment that rl.toml names."""
+
+import json
+from pathlib import Path
+
+import verifiers.v1 as vf
+from rewards import compute_score
+
+__all__ = ["Rows"]
+
+
+class Data(vf.TaskData):
+    row: str  # its columns, as JSON
+
+
+class OneTurn(vf.Task[Data]):
+    @vf.reward(weight=1.0)
+    async def score(self, trace: vf.Trace) -> float:
+        return compute_score("notebook", trace.last_reply or "", None, {{"row": self.data.row}})
+
+
+class Rows(vf.Taskset[OneTurn, vf.TasksetConfig]):
+    def load(self):
+        lines = Path(__file__).with_name("rows.jsonl").read_text(encoding="utf-8").splitlines()
+        for line in lines:
+            row = json.loads(line)
+            yield OneTurn(Data(prompt=row.pop("prompt"), row=json.dumps(row)), self.config.task)
+'''
+PRIME_SOURCE = """orchestrator.train.source = [
+  {name = "notebook", env.taskset.id = "notebook_task", env.agent.harness.id = "null", env.agent.runtime.type = "subprocess"},
+]
+"""
+TINKER_RECIPE = '''"""The experiment of a notebook in tinker-cookbook {version}: python train.py, with TINKER_API_KEY set"""
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import chz
+import tinker
+from rewards import compute_score
+from tinker_cookbook import model_info, renderers
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder, StepResult
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+HERE = Path(__file__).parent
+SETTINGS = {settings}
+ROWS = {rows}
+
+
+class OneTurn(Env):
+    def __init__(self, row, renderer):
+        self.row = row
+        self.renderer = renderer
+
+    async def initial_observation(self):
+        prompt = self.renderer.build_generation_prompt(self.row["prompt"])
+        return prompt, self.renderer.get_stop_sequences()
+
+    async def step(self, action, *, extra=None):
+        message, _ = self.renderer.parse_response(action)
+        columns = {{name: value for name, value in self.row.items() if name != "prompt"}}
+        text = renderers.get_text_content(message)
+        return StepResult(
+            reward=compute_score("notebook", text, None, {{"row": json.dumps(columns)}}),
+            episode_done=True,
+            next_observation=tinker.ModelInput.empty(),
+            next_stop_condition=self.renderer.get_stop_sequences(),
+        )
+
+
+@dataclass(frozen=True)
+class Group(EnvGroupBuilder):
+    row: dict
+    renderer: renderers.Renderer
+
+    async def make_envs(self):
+        return [OneTurn(self.row, self.renderer) for _ in range(ROWS["group_size"])]
+
+
+class Rows(RLDataset):
+    def __init__(self, groups):
+        self.groups = groups
+
+    def get_batch(self, index):
+        size = ROWS["batch_size"]
+        return self.groups[index * size : (index + 1) * size]
+
+    def __len__(self):
+        return len(self.groups) // ROWS["batch_size"]
+
+
+@chz.chz
+class RowsBuilder(RLDatasetBuilder):
+    async def __call__(self):
+        lines = (HERE / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        if ROWS["shuffle"]:
+            random.Random(ROWS["seed"]).shuffle(rows)
+        name = SETTINGS["model_name"]
+        tokenizer = get_tokenizer(name)
+        renderer = renderers.get_renderer(model_info.get_recommended_renderer_name(name), tokenizer)
+        return Rows([Group(row, renderer) for row in rows]), None
+
+
+def make_config():
+    return train.Config(dataset_builder=RowsBuilder(), log_path=str(HERE / "run"), **SETTINGS)
+
+
+if __name__ == "__main__":
+    asyncio.run(train.main(make_config()))
+'''
+
+
+def toml_text(settings: Mapping[str, Any]) -> str:
+    "Settings by path as TOML."
+    return "".join(f"{path} = {json.dumps(value)}\n" for path, value in settings.items())
+
+
+def recipe_text(conversion: Conversion) -> str:
+    "The recipe of tinker-cookbook."
+    rows = dict[str, Any]()
+    settings = dict[str, Any]()
+    for name, value in conversion.settings.items():
+        values = rows if name.startswith("rows.") else settings
+        values[name.removeprefix("rows.")] = value
+    return TINKER_RECIPE.format(version=conversion.version, settings=settings, rows=rows)
+
+
 def hydra_text(value: Any) -> str:
     "A value as Hydra reads it."
     return value if isinstance(value, str) else json.dumps(value).replace('"', "").replace(" ", "")
@@ -379,7 +513,7 @@ def path_files(
     fns: Sequence[RewardFn],
     folder: Path,
 ) -> dict[str, str | bytes]:
-    "The files of verl or SkyRL; raises ConfigError for a reward that reads what they do not hand over."
+    "The files of all but TRL; raises ConfigError for a reward that reads what they do not hand over."
     if cfg.overlong_buffer:
         fix = "Set it to 0 here, and turn on the trainer's own penalty."
         raise ConfigError("overlong_buffer", got=cfg.overlong_buffer, expected="0", fix=fix)
@@ -390,24 +524,37 @@ def path_files(
             raise ConfigError("reward", got=got, expected="a function of a text", fix=fix)
     rewards = rewards_text(fns, rows, cfg, folder)
     rewards += SCORE.format(weights=[fn.weight for fn in fns])
-    files: dict[str, str | bytes] = {"rewards.py": rewards, "rows.parquet": rows_parquet(rows)}
-    if conversion.trainer == "verl":
-        named = {
-            "data.train_files": "rows.parquet",
-            "data.val_files": "rows.parquet",
-            "reward.custom_reward_function.path": "rewards.py",
-            "trainer.logger": ["console"],
-        }
-        files["run.sh"] = run_script(conversion, "python -m verl.trainer.main_ppo", named)
-    else:
-        named = {
-            "data.train_data": ["rows.parquet"],
-            "data.val_data": ["rows.parquet"],
-            "environment.env_class": "notebook",
-        }
-        files["run.sh"] = run_script(conversion, "python train.py", named)
-        files["train.py"] = SKYRL_MAIN.format(version=conversion.version)
-    return files
+    version = conversion.version
+    match conversion.trainer:
+        case "prime-rl":
+            head = f"# The experiment of a notebook in prime-rl {version}: PYTHONPATH=. uv run rl @ rl.toml\n"
+            files = {
+                "rl.toml": head + toml_text(conversion.settings) + PRIME_SOURCE,
+                "notebook_task.py": PRIME_TASK.format(version=version),
+                "rows.jsonl": rows_text(rows),
+            }
+        case "tinker":
+            files = {"train.py": recipe_text(conversion), "rows.jsonl": rows_text(rows)}
+        case "verl":
+            named = {
+                "data.train_files": "rows.parquet",
+                "data.val_files": "rows.parquet",
+                "reward.custom_reward_function.path": "rewards.py",
+                "trainer.logger": ["console"],
+            }
+            files = {"run.sh": run_script(conversion, "python -m verl.trainer.main_ppo", named)}
+        case _:
+            named = {
+                "data.train_data": ["rows.parquet"],
+                "data.val_data": ["rows.parquet"],
+                "environment.env_class": "notebook",
+            }
+            files = {
+                "run.sh": run_script(conversion, "python train.py", named),
+                "train.py": SKYRL_MAIN.format(version=version),
+            }
+    data = {} if "rows.jsonl" in files else {"rows.parquet": rows_parquet(rows)}
+    return {**files, **data, "rewards.py": rewards}
 
 # %% ../../nbs/recipes/09_to_trainer.ipynb #4f8e5643
 @dataclass(frozen=True, repr=False)
@@ -427,6 +574,8 @@ MARKS = {  # by file: a text that only this package writes there
     "train.py": '"""The experiment of a notebook in',
     "rewards.py": REWARDS_HEAD.strip(),
     "DIFFERENCES.md": " and the notebook\n",
+    "rl.toml": "# The experiment of a notebook in",
+    "notebook_task.py": '"""The experiment of a notebook in',
     "run.sh": "# The experiment of a notebook in",
     "rows.parquet": "ground_truth",
     "rows.jsonl": '{"prompt": ',
@@ -448,7 +597,8 @@ def write_trainer(
     if not problem.eval_rows:
         cfg = replace(cfg, eval_rows=0, eval_interval=0, keep_best=None)
     available = math.ceil(len(rows) * cfg.epochs / cfg.prompt_groups_per_step)
-    if cfg.steps is not None and cfg.steps > available:
+    if trainer == "prime-rl" or (cfg.steps is not None and cfg.steps > available):
+        available = min(available, cfg.steps or available)
         cfg = replace(cfg, steps=available)  # there, steps win over passes
     conversion = convert(cfg, trainer, processes)
     fns = as_reward_fns(problem.reward, cfg.reward_weights)
