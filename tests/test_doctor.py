@@ -209,6 +209,21 @@ def test_a_record_in_16_bits_excuses_noise_and_no_direction(bench: Bench, dtype:
     assert verdicts["one direction"].cause == UNEXPLAINED
 
 
+def test_a_reference_that_rounds_as_the_policy_does_shows_nothing_learned(bench: Bench) -> None:
+    "Where policy and reference are the same program, the rounding of both goes one way: that is no stale sampler."
+    record, _ = asyncio.run(bench.healthy(100))
+    assert record.loss is not None
+    rng = np.random.default_rng(0)
+    series, datums = [], []
+    for lp, d in zip(record.loss.logprobs, record.datums, strict=True):
+        scale = 3 * UNIT_ROUNDOFF["bfloat16"] * -np.expm1(lp.values)
+        rounded = lp.values + scale * rng.choice([-1, 1], len(scale))
+        series.append(replace(lp, values=rounded, dtype="bfloat16"))
+        datums.append(replace(d, ref_logprobs=rounded))
+    loss = replace(record.loss, logprobs=tuple(series))
+    assert ask(replace(record, loss=loss, datums=tuple(datums))).ok
+
+
 def test_claims_count_where_numbers_are_missing(bench: Bench) -> None:
     "Versions that differ make stale weights likely; a record alone says what it cannot tell apart."
     record, _ = asyncio.run(bench.healthy(100))

@@ -262,6 +262,9 @@ def both_scored(e: Evidence) -> list[tuple[np.ndarray, np.ndarray]]:
 
 MIN_LISTED_TOKENS = 8  # of all places: one factor fits fewer by chance
 MAX_TEMPERATURE = 20.0  # the highest temperature at which a sampler is plausibly used
+MIN_TEMPERATURE_CHANGE = (
+    0.01  # as a share: nobody sets less, and another epsilon of a norm looks like it
+)
 
 
 def sharpness_of(places: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
@@ -296,7 +299,8 @@ def other_logits(e: Evidence) -> Iterator[CauseFinding]:
     # without a shared number it is another logarithm
     shared = np.array([gap.mean() for gap in tested])
     possible = sharpness > 1 / MAX_TEMPERATURE and beyond(shared, finer_rounding(e))
-    if gone >= MIN_SURE and possible and len(within) >= MIN_LISTED_TOKENS:
+    is_set = abs(sharpness * agreed_temperature - 1) >= MIN_TEMPERATURE_CHANGE
+    if gone >= MIN_SURE and possible and is_set and len(within) >= MIN_LISTED_TOKENS:
         t = 1 / sharpness
         text = f"the sampler sampled at temperature {t:.2f}; scoring at {t:.2f} closes the gap"
         numbers = {"temperature": t, "tokens": len(within), "places": len(places)}
