@@ -168,7 +168,7 @@ def test_a_long_run_is_read_in_part_and_without_torch(tmp_path, monkeypatch, cap
     assert "28 of 60 steps: those with both series" in capsys.readouterr().out
     code = "import sys; from rl_notebook.cli import main; main(sys.argv[1:]); print(*sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code, "doctor", run.path], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, "show", run.path], capture_output=True, text=True, check=True
     )
     assert not {"torch", "transformers"} & {*done.stdout.splitlines()[-1].split()}
 

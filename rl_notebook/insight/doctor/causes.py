@@ -180,7 +180,7 @@ def nearest_row(e: Evidence, row: int, tried: np.ndarray) -> tuple[int, float]:
     known = np.isfinite(over).sum(axis=1)
     enough = known * 2 >= max(known[row], 2)
     fits = np.where(enough, np.nansum(over, axis=1) / np.maximum(known, 1), np.inf)
-    other_sample = [d.sample != e.datums[row].sample for d in e.datums]
+    other_sample = np.array([d.sample != e.datums[row].sample for d in e.datums])
     best = int(np.lexsort((other_sample, np.arange(len(fits)) != row, fits))[0])
     is_off = over[row] > 0
     others = np.delete(np.abs(tried[:, is_off]), [row, best], axis=0)
@@ -523,8 +523,8 @@ def other_text(e: Evidence) -> Iterator[CauseFinding]:
         if not left:
             continue
         over = pd.DataFrame({name: np.abs(x) for name, x in left.items()}) - token_tolerance(e)
-        of_rows = over.clip(lower=0).groupby(e.row).mean().dropna(how="all")
-        best = of_rows.idxmin(axis=1)  # each row may match another prompt
+        of_rows: Any = over.clip(lower=0).groupby(e.row).mean()
+        best = of_rows.dropna(how="all").idxmin(axis=1)  # each row may match another prompt
         of_best = [np.where(e.row == row, left[name], np.nan) for row, name in best.items()]
         remains = np.fmax.reduce(of_best, initial=np.nan)
         text = f"{side} reading {' or '.join(dict.fromkeys(best))} says what the {other_name} said"

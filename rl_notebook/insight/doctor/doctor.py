@@ -348,7 +348,7 @@ async def sample_likely(
     "Sample likely tokens again for what the sampler reports of them: for servers that score no given tokens."
     likely = np.isin(e.row, list(datum_indices)) & (e.s > np.log(0.2))
     order = np.argsort(-np.where(likely, np.nan_to_num(np.abs(e.gap)), -1), kind="stable")
-    chosen = order[likely[order]][:places]
+    chosen = order[likely[order]][:places].tolist()
     t = e.provenance.sampler_temperature
     params = SampleParams(n=32, max_tokens=1, temperature=1.0 if t is None else t)
     sampled = await sample_each(backend, heads_of(e, chosen), params)
@@ -747,11 +747,13 @@ async def diagnose(
         )
     e = gather(source, trainer_logprobs, sampler_logprobs, untrained=untrained)
     datum_indices = datums_for_controls(e, max_datums)
-    for name in chosen if backend is not None else ():
+    if backend is None:
+        return diagnose_evidence(e, lambda: tokenizer)
+    for name in chosen:
         if not may_change(name, e):
             continue
         try:
             e = await CONTROLS[name](e, backend, datum_indices)
         except BackendError as refusal:
             e = replace(e, failed={**e.failed, name: str(refusal)})
-    return diagnose_evidence(e, lambda: tokenizer or getattr(backend, "tokenizer", None))
+    return diagnose_evidence(e, lambda: tokenizer or backend.tokenizer)
