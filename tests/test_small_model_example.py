@@ -78,6 +78,8 @@ def test_held_out_sentences_share_no_part_with_the_others(extraction):
         ('{\n  "age": 30,\n  "name": "Mia",\n  "city": "Bern"\n}', 1, 1),
         ('{"name": "Mia", "age": 30, "city": "Bern"}', 0, 1 / 2),  # another order
         ('{"age": 30, "name": "Mia", "city": "Rome"}', 0, 2 / 3),
+        ('{"age": 30, "name": " Mia", "city": "Bern "}', 1, 1),  # spaces around a value
+        ('{"age": 30, "name": "M ia", "city": "Bern"}', 0, 2 / 3),
         ('{"age": "30", "name": "Mia", "city": "Bern"}', 0, 2 / 3),  # no number
         ('{"age": 30, "name": "Mia", "city": "Bern"}\n\nThis is', 0, 1),  # and more
         ('{"age": 30, "name": "Mia", "city": "Bern"', 0, 0),  # cut
@@ -145,11 +147,11 @@ def test_the_tables_of_the_page_say_what_was_recorded():
         for text, end in zip(written, ends, strict=True):
             digits = len(text.partition(".")[2])
             assert abs(float(text) - end) <= 0.5 * 10**-digits + 1e-9, (words, text, end)
-    for task, seed in (("sums", 2), ("extraction", 1)):
-        whole = runs[(runs.task == task) & (runs.seed == seed) & (runs.steps == 30)]
+    for task, seed, steps in (("sums", 2, 30), ("extraction", 0, 60)):
+        whole = runs[(runs.task == task) & (runs.seed == seed) & (runs.steps == steps)]
         end = whole.right_held_out.iloc[-1]
-        fives = whole.right_in_training.dropna().to_numpy().reshape(6, 5).mean(axis=1)
-        means = ", ".join(f"{mean:.2f}" for mean in fives)
+        parts = whole.right_in_training.dropna().to_numpy().reshape(6, steps // 6).mean(axis=1)
+        means = ", ".join(f"{mean:.2f}" for mean in parts)
         section = page.partition(f"## `{task}`")[2]
         row = next(line for line in section.splitlines() if line.startswith(f"| {seed} | "))
         assert f"| {end:.3g} (" in row

@@ -9,14 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TRAINING_ROWS = 2000
+TRAINING_ROWS = 4000
 HELD_OUT_ROWS = 200
 AGES = range(18, 90)
-
-
-def combine(starts: str, ends: str) -> list[str]:
-    "Every start with every end: names that the model has not met, so that it has to copy them."
-    return [start + end for start in starts.split() for end in ends.split()]
 
 
 @dataclass(frozen=True)
@@ -51,10 +46,6 @@ TRAINING = Parts(
         "Louise Lucas Lydia Mabel Magnus Marcus Maria Max Melissa Milo Miriam Monica Nancy Naomi Nathan Nora "
         "Olga Oliver Otto Pamela Patrick Pauline Philip Phoebe Raymond Rebecca Ruben Ruth Samuel Silvia "
         "Sonia Stella Susan Tara Theresa Timothy Toby Ursel Vincent Virginia Walker Werner Yvonne"
-    )
-    + combine(
-        starts="Bel Cor Fi Gra Is Mar Or Qui Sha Ul Wen Zel",
-        ends="bert dan fred hild kin lene nora phie sane tha vin zo",
     ),
     cities=words(
         "London Paris Berlin Madrid Rome Vienna Dublin Boston Chicago Denver Seattle Toronto "
@@ -74,10 +65,6 @@ TRAINING = Parts(
         "Liverpool Luxembourg Malaga Manchester Marseille Memphis Mexico Milan Minsk Monaco Nagoya Newcastle "
         "Nuremberg Orlando Ottawa Panama Pittsburgh Plymouth Richmond Rostock Santiago Shanghai Sheffield "
         "Singapore Stuttgart Tehran Trieste Tucson Valletta Venice Winnipeg Yokohama"
-    )
-    + combine(
-        starts="Bel Cran Ever Gold In Kings Mont Ost Quar Stan Up Wil",
-        ends="abad berg dale field ham jord lin nica port stad uz wick",
     ),
     sentences=(
         "{name} is {age} years old and lives in {city}.",
@@ -108,7 +95,7 @@ TRAINING = Parts(
         "Flying back to {city} was a joy for {name}, who had just turned {age}.",
         "{city} chose {name}, {age}, as its first singing postman.",
         "As {name} has moved away, {city} misses a baker of {age}.",
-        "Nurse {name}, {age} by now, keeps a boat near {city}.",
+        "{name}, a nurse of {age} by now, keeps a boat near {city}.",
         "For {age} years {city} has been all that {name} knows.",
         "Even in {city} few people are as tall at {age} as {name} is.",
         "The letter from {city} is signed: {name}, aged {age}.",
@@ -138,7 +125,7 @@ HELD_OUT = Parts(
         "A {age}-year-old resident of {city}, {name}, found the lost dog.",
         "{city} is home to {name}, who is {age} today.",
         "Nobody in {city} believed that {name} was already {age}.",
-        "Doctor {name} has an office in {city} and is {age} years of age.",
+        "{name} has an office in {city} and is {age} years of age.",
         "Since {name} left for {city}, the family misses the {age}-year-old.",
     ),
     orders=(("age", "city", "name"), ("city", "name", "age")),
@@ -171,12 +158,14 @@ def rows() -> list[dict[str, str]]:
 
 
 def as_object(text: str) -> dict[str, Any]:
-    "The JSON object that the text is; empty where it is none."
+    "The JSON object that the text is, without spaces around its texts; empty where it is none."
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        return {}
+    return {key: item.strip() if isinstance(item, str) else item for key, item in value.items()}
 
 
 def exact(text: str, answer: str) -> float:
