@@ -165,7 +165,11 @@ RUNS = {  # of two or three steps: the exit status of the doctor, and what it sa
         "✗ sync: the sampler is behind from step 2 on",
         "stale weights, likely",
     ),
-    "slime-system": (1, "BOS or template, a guess", "BOS, template or system message"),
+    "slime-system": (
+        1,
+        "a gap that the record cannot explain: such as",
+        "It may be BOS or template.",
+    ),
     "slime-healthy_bf16": (
         0,
         "small, and without a direction: 0.0031 nats on average in every step",

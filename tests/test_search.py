@@ -225,6 +225,7 @@ def test_the_numbers_of_our_run_are_the_same_without_its_records(place):
 
 
 def test_what_belongs_to_a_run_and_what_no_run_is_are_not_listed(tmp_path):
+    (tmp_path / "pages" / "trainer_state.json").mkdir(parents=True)  # a folder of that name
     out = tmp_path / "out"
     for number in (10, 20):
         (out / f"checkpoint-{number}").mkdir(parents=True)

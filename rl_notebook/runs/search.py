@@ -105,6 +105,8 @@ _LOGS = re.compile("|".join(map(fnmatch.translate, LOG_FILES)))
 
 def is_log(path: Path) -> bool:
     "Whether a file has a name that only a logger gives, or first lines with a step and a number of training."
+    if not path.is_file():
+        return False
     if _LOGS.match(path.name):
         return path.suffix != ".gz"
     if path.suffix not in (".jsonl", ".csv"):

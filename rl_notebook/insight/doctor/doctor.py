@@ -167,7 +167,7 @@ class Diagnosis:
 
     def __repr__(self) -> str:
         findings = [
-            f"  {score:.2f}  {cause:<25}{text}" for cause, score, text in finding_rows(self)
+            f"  {score:.2f}  {cause:<24} {text}" for cause, score, text in finding_rows(self)
         ]
         findings += [f"  excluded: {', '.join(cause for cause, *_ in finding_rows(self, False))}"]
         place = "  group {}, sample {}, target {} (token {}): {} / {}".format
