@@ -155,8 +155,9 @@ def test_runs_are_read_without_torch_transformers_and_jupyterlab(python, tmp_pat
     assert there == []
     for command, code, out, err in results:
         refused = any(word in command[1] for word in REFUSED) if len(command) > 1 else False
-        # a claim about a reward or a KL that is not recorded does not hold, or cannot be told
-        cited = {0, 2} if "kl" in command[-1] else {0, 1}
+        cited = {0, 2} if "kl" in command[-1] else {0}
+        if command[1:] and "prime_rl_exports" in command[1]:  # which record no reward
+            cited = {1}
         allowed = {"show": {0}, "view": {0}, "cite": cited, "skill": {0},
                    "runs": {0}, "find": {0}, "why": {0, 1}, "doctor": {0, 1, 2}}[command[0]]  # fmt: skip
         assert code in ({2} if refused else allowed), f"{command}: {code}\n{err}"

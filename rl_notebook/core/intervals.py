@@ -16,7 +16,7 @@ import numpy as np
 from .types import RewardError, quoted
 
 # %% auto #0
-__all__ = ['RANGE_SEEN', 'MAX_VALUES', 'Interval', 'clopper_pearson', 'betting', 'mean_interval', 'difference_interval',
+__all__ = ['RANGE_SEEN', 'MAX_PLANNED_VALUES', 'Interval', 'clopper_pearson', 'betting', 'mean_interval', 'difference_interval',
            'student', 'look_levels', 'detection_power', 'values_needed']
 
 # %% ../../nbs/core/17_intervals.ipynb #b3b2f9fa
@@ -245,7 +245,7 @@ def detection_power(
     return float((means > student_quantile(level, n - 1) * errors).mean())
 
 
-MAX_VALUES = 64
+MAX_PLANNED_VALUES = 64  # a plan with more is none that anybody runs
 
 
 def values_needed(
@@ -256,7 +256,7 @@ def values_needed(
     level: float = 0.95,
 ) -> int | str:  # "over 64" where so many are too few
     "The smallest number of values with which `student` finds a difference with this probability."
-    for n in range(2, MAX_VALUES + 1):
+    for n in range(2, MAX_PLANNED_VALUES + 1):
         if detection_power(std, freedom, difference, n, level) >= power:
             return n
-    return f"over {MAX_VALUES}"
+    return f"over {MAX_PLANNED_VALUES}"

@@ -298,8 +298,6 @@ def direction(e: Evidence) -> str:
     # of tokens that the sampler sampled, the mean of a gap without a direction is half its square
     errors = ((e.gap - e.gap**2 / 2) / share_of_others(e))[once]
     reference = e.flat([d.ref_logprobs for d in e.datums])
-    # from the middle of both sides, whose rounding is in the gap, too
-    learned = reference - (e.p + e.s) / 2
     begins = np.searchsorted(e.row, e.row)
     followed = {
         "is above or below at all tokens alike": np.ones(len(e.gap)),
@@ -307,9 +305,10 @@ def direction(e: Evidence) -> str:
         "lies on tokens that were said before": said_before(e),
         "grows with depth": np.arange(len(e.gap)) - begins,
     }
-    if beyond(reference - e.p, finer_rounding(e)):  # less is the rounding that both share
-        learned_here = "goes where the policy has learned since the reference"
-        followed[learned_here] = learned / share_of_others(e)
+    if beyond(reference - e.p, finer_rounding(e)):  # less is rounding, which one program repeats
+        # from the middle of both sides, whose rounding is in the gap, too
+        learned = (reference - (e.p + e.s) / 2) / share_of_others(e)
+        followed["goes where the policy has learned since the reference"] = learned
     bound = np.sqrt(2 * np.log(2 * len(followed) / MAX_FALSE_ALARM_RATE))  # Hoeffding's
     for words, by in followed.items():
         by = by[once]
