@@ -244,7 +244,7 @@ class Capabilities:
     lora_rank: int = 0  # 0 = every parameter is trained
     load_in_8bit: bool = False  # the base of the adapter is kept in 8 bits
     entropy: bool = False  # the policy's exact entropy can be part of the loss
-    # the policy's logprobs of the sampler's likeliest tokens can be part of the loss
+    # `forward` scores the tokens that a datum names as likeliest, and a loss can read them
     scores_top: bool = False
     # completions name the experts that read each token, and the policy takes the same
     routing: bool = False

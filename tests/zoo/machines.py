@@ -179,6 +179,18 @@ def _picked(logits: Tensor, ids: Tensor) -> np.ndarray:  # (B, C)
     return logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0].double().numpy()
 
 
+def logprobs_of_named(datum: Datum, logprobs: Tensor) -> Tensor | None:  # (N-1, V) to (N-1, k)
+    "Of the tokens that a datum names at some places, NaN elsewhere; None where it names none."
+    top = datum.top_logprobs
+    if top is None:
+        return None
+    named = torch.full((len(logprobs), top.tokens.shape[1]), torch.nan)
+    places = torch.from_numpy(np.flatnonzero(top.sampled))
+    ids = torch.from_numpy(top.tokens.astype(np.int64))
+    named[places] = logprobs[places].gather(-1, ids.clamp(min=0)).detach()
+    return named
+
+
 @dataclass(eq=False)
 class Trainer:
     "Scores in right-padded batches of eager modules, and learns by `torch.optim.AdamW`."
@@ -203,6 +215,8 @@ class Trainer:
     optimizer: torch.optim.AdamW | None = None
     entropies: list[Tensor] = field(default_factory=list)  # of what was scored last, one per datum
     of_pass: list[Tensor] = field(default_factory=list)  # and in the last pass
+    # logprobs of the tokens that a datum names, (N-1, k) one per datum
+    tops: list[Tensor | None] = field(default_factory=list)
 
     def scorer(self) -> Any:
         "The model that scores."
@@ -217,22 +231,26 @@ class Trainer:
         model = self.scorer()
         series = [torch.empty(0)] * len(datums)
         self.entropies = [*series]
+        self.tops = [None] * len(datums)
         model.train(self.training)
         order = sorted(range(len(datums)), key=lambda i: len(datums[i].tokens))
         for at in range(0, len(order), self.batch):
             part = order[at : at + self.batch]
             self.of_pass = []
-            for i, values in zip(
-                part, self._pass(model, [datums[i].tokens for i in part]), strict=True
-            ):
+            passed = self._pass(model, [datums[i] for i in part])
+            for i, (values, top) in zip(part, passed, strict=True):
                 series[i] = values
+                self.tops[i] = top
             # a bug with a separate pass tells none
             for i, values in zip(part, self.of_pass, strict=False):
                 self.entropies[i] = values
         holes = [torch.from_numpy(np.where(d.active, 0.0, np.nan)).float() for d in datums]
         return [s + hole for s, hole in zip(series, holes, strict=True)]
 
-    def _pass(self, model: Any, rows: Sequence[np.ndarray]) -> list[Tensor]:
+    def _pass(
+        self, model: Any, datums: Sequence[Datum]
+    ) -> list[tuple[Tensor, Tensor | None]]:  # (N-1,), and (N-1, k) where a datum names k tokens
+        rows = [d.tokens for d in datums]
         longest = max(map(len, rows))
         starts = torch.tensor([longest - len(r) if self.pads_left else 0 for r in rows])[:, None]
         ends = starts + torch.tensor([len(r) for r in rows])[:, None]
@@ -251,7 +269,11 @@ class Trainer:
             slice(int(a), int(a) + len(r) - 1) for a, r in zip(starts[:, 0], rows, strict=True)
         ]
         self.of_pass = [h[part] for h, part in zip(chances.entropy().detach(), slices, strict=True)]
-        return [p[part] for p, part in zip(chances.log_prob(ids[:, 1:]), slices, strict=True)]
+        scored = chances.log_prob(ids[:, 1:])
+        return [
+            (scored[i, part], logprobs_of_named(d, chances.logits[i, part]))
+            for i, (d, part) in enumerate(zip(datums, slices, strict=True))
+        ]
 
     def as_logprobs(self, series: Sequence[Tensor]) -> list[Logprobs]:
         "Series with what is true of them as far as a trainer knows."
@@ -266,9 +288,10 @@ class Trainer:
         )
         if [len(s) for s in scored] != [len(h) for h in entropies]:  # a bug scores in other parts
             entropies = [None] * len(scored)
+        tops = self.tops if len(self.tops) == len(scored) else [None] * len(scored)
         return [
-            Logprobs(s, **what, dtype=kind, entropy=h)
-            for s, h in zip(scored, entropies, strict=True)
+            Logprobs(s, **what, dtype=kind, entropy=h, top=None if top is None else top.numpy())
+            for s, h, top in zip(scored, entropies, tops, strict=True)
         ]
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
@@ -369,7 +392,10 @@ def assemble_backend(
         trainer.temperature = reference.temperature = temperature
 
     can = {"lora_rank": lora_rank, "policy_temperature": trainer.temperature, "top_logprobs": 16}
-    capabilities = Capabilities("zoo", grad_accumulation_normalization=("none",), **can)
+    scores_top = "score" not in vars(trainer)  # a bug's own score says nothing of other tokens
+    capabilities = Capabilities(
+        "zoo", grad_accumulation_normalization=("none",), scores_top=scores_top, **can
+    )
     roles = {"policy": trainer, "reference": reference, "sampler": sampler, "sync": sync}
     return Backend(
         **roles, tokenizer=sampler.tokenizer, capabilities=capabilities, score_at=score_at

@@ -20,6 +20,7 @@ from rl_notebook.insight.doctor.causes import (
     AS_RECORDED,
     CAUSES,
     MAX_UNSYNCED_SCORE,
+    MIN_BIASED_PLACES,
     NO_MISMATCH,
     NONE,
     PART_OF_WEIGHTS,
@@ -35,6 +36,7 @@ from rl_notebook.core.types import (
     Datum,
     Logprobs,
     SampleParams,
+    TopLogprobs,
 )
 from rl_notebook.insight.doctor.evidence import (
     MIN_LIKELY,
@@ -436,18 +438,50 @@ async def run_listing(
         listings.append(Listing(k, tokens, sampler, unscored, np.isin(tokens, head)))
     return replace(e, listings=await score_listings(e, backend, listings))
 
+# %% ../../../nbs/insight/doctor/02_doctor.ipynb #aa25f058
+SCORED_OF_A_KIND = 3  # tokens said before, and others, where each needs a row
+
+
+def decisive_tokens(e: Evidence, listings: Sequence[Listing]) -> list[Listing]:
+    "The listings without the tokens that no law needs."
+    ids, counts = np.unique(np.concatenate([x.tokens for x in listings]), return_counts=True)
+    shared = ids[counts >= MIN_BIASED_PLACES]  # one of them may be biased
+    fewer = list[Listing]()
+    for x in listings:
+        kept = ~x.is_listed | np.isin(x.tokens, [*shared, e.token[x.at]])
+        for kind in (x.is_repeated, ~x.is_repeated):
+            kept[np.flatnonzero(kind & x.is_listed)[:SCORED_OF_A_KIND]] = True
+        series = (x.tokens, x.sampler, x.trainer, x.is_repeated)
+        fewer.append(Listing(x.at, *(values[kept] for values in series)))
+    return fewer
+
+
+def datum_at(head: np.ndarray, tokens: np.ndarray) -> Datum:
+    "Scores the first of the tokens behind a text, and names all of them as the likeliest there."
+    weights = np.r_[np.zeros(len(head) - 1), 1.0]
+    named = TopLogprobs(tokens[None], np.zeros((1, len(tokens))), weights > 0)
+    return Datum(np.r_[head, tokens[0]], weights, top_logprobs=named)
+
 
 async def score_listings(
     e: Evidence, backend: Backend, listings: Sequence[Listing]
 ) -> tuple[Listing, ...]:
     "The listings with what the policy says of their tokens."
+    if not listings:
+        return ()
     heads = heads_of(e, [x.at for x in listings])
+    score = backend.policy.forward
+    if backend.capabilities.scores_top:
+        scored = await score([datum_at(h, x.tokens) for h, x in zip(heads, listings, strict=True)])
+        pairs = zip(listings, scored, strict=True)
+        return tuple(replace(x, trainer=lp.top[-1, : len(x.tokens)]) for x, lp in pairs)
+    listings = decisive_tokens(e, listings)
     datums = [
         Datum(np.r_[head, token], np.r_[np.zeros(len(head) - 1), 1.0])
         for x, head in zip(listings, heads, strict=True)
         for token in x.tokens
     ]
-    scored = iter(await backend.policy.forward(datums) if datums else [])
+    scored = iter(await score(datums))
     return tuple(
         replace(x, trainer=np.array([float(next(scored).values[-1]) for _ in x.tokens]))
         for x in listings
