@@ -48,6 +48,7 @@ from rl_notebook.core.types import (
     is_users,
     plain_text,
     print_plain,
+    printable,
     quoted,
     without_keys,
 )
@@ -59,6 +60,7 @@ __all__ = ['CommandParser', 'option_values', 'run_convert', 'main']
 if TYPE_CHECKING:
     import pandas as pd
 
+    from rl_notebook.core.findings import Findings
     from rl_notebook.insight.doctor.doctor import Diagnosis
     from rl_notebook.insight.doctor.evidence import Evidence
     from rl_notebook.insight.doctor.why import Why
@@ -1222,6 +1224,11 @@ def run_emulate(args: Sequence[str]) -> int:  # exit code
     return 0
 
 # %% ../nbs/00_cli.ipynb #5fbe1517
+def findings_data(findings: Findings) -> list[dict[str, Any]]:
+    "Findings as plain data."
+    return [{"name": f.name, "ok": f.ok, "text": f.text, "details": f.details} for f in findings]
+
+
 def run_check(args: Sequence[str]) -> int:  # exit code
     "Test a service: `--backend openai`, `tinker` or `fireworks`, and its address."
     if {"-h", "--help"} & set(args):
@@ -1229,13 +1236,14 @@ def run_check(args: Sequence[str]) -> int:  # exit code
         return 0
     from rl_notebook.recipes.open import check_backend
     from rl_notebook.runs.records import replace_text
-    from rl_notebook.views.check import check_html
+    from rl_notebook.views.check import check_html, summarize
     from rl_notebook.views.report import place_for
 
     parser = CommandParser(prog="rl-notebook check", add_help=False, allow_abbrev=False)
     parser.add_argument("--report", type=Path)
-    report, rest = parser.parse_known_args(args)
-    page = report.report and place_for(report.report)  # raises now rather than after the check
+    parser.add_argument("--json", action="store_true")
+    own, rest = parser.parse_known_args(args)
+    page = own.report and place_for(own.report)  # raises now rather than after the check
     settings = option_values(rest)
     if "backend" not in settings:
         raise ConfigError(
@@ -1245,14 +1253,21 @@ def run_check(args: Sequence[str]) -> int:  # exit code
     if "base_model" in settings:  # then its tokenizer is not the default
         defaults = {name: value for name, value in defaults.items() if name == "lora_rank"}
     cfg = Config.from_dict({}, defaults | settings)
-    findings = asyncio.run(check_backend(cfg, say=print_plain))
-    for part in findings:
-        print_plain(f"\n{part}")
+
+    def say(line: str) -> None:
+        print(printable(line), file=sys.stderr if own.json else sys.stdout, flush=True)
+
+    *facts, checks = findings = asyncio.run(check_backend(cfg, say=say))
     if page is not None:
         command = shlex.join(["rl-notebook", "check", *rest])
         replace_text(page, check_html(cfg, findings, command))
-        print(f"\n{page}")
-    *_facts, checks = findings
+    if own.json:
+        known = [data for part in facts for data in findings_data(part)]
+        print_plain(json.dumps({"facts": known, "checks": findings_data(checks)}))
+        return 1 if checks.failed else 0
+    print_plain(f"\n{summarize(checks)}")
+    if page is not None:
+        print(page)
     return 1 if checks.failed else 0
 
 
@@ -1264,8 +1279,9 @@ CHECK_DEFAULTS: dict[Any, dict[str, Any]] = {  # small, and what most accounts c
     },
 }
 CHECK = """\
-usage: rl-notebook check --backend openai|tinker|fireworks [--report FILE.html] [any option of train]
+usage: rl-notebook check --backend openai|tinker|fireworks [--json] [--report FILE.html] [any option of train]
 
+  --json                              print the results as JSON at the end, and each on the way on standard error
   --report FILE.html                  also write the results as one page for the people who run the service
   --base-url URL                      address of the service (default: TINKER_BASE_URL or FIREWORKS_BASE_URL); the key
                                       is read from the environment
@@ -1367,9 +1383,7 @@ def describe_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
             diagnosis = diagnose_evidence(gather(record), run.tokenizer)
     except (AlignmentError, DatumError) as missing:
         unseen = f"doctor: {_not_compared(run, missing)}" if run.reader else f"doctor: {missing}"
-    checks = [
-        {"name": c.name, "ok": c.ok, "text": c.text, "details": c.details} for c in report.checks
-    ]
+    checks = findings_data(report.checks)
     data = {"step": step, "verdict": record.verdict, "sentence": report.sentence, "checks": checks}
     data |= {
         "doctor": None

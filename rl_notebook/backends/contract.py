@@ -21,7 +21,7 @@ from rl_notebook.core.types import (
     LossError,
     SampleParams,
 )
-from ..core.findings import Finding, Findings, texts_of_checks
+from ..core.findings import CheckLog, Finding, Findings
 from ..core.gaps import in_nats
 from ..core.losses import LossOptions
 from ..task.chat import turn_ends
@@ -50,12 +50,6 @@ def toy_datum(tokens: Sequence[int], trained: int | None = None) -> Datum:
 def check_within(name: str, gap: float, least: float, suffix: str = "") -> Finding:
     "Check that logprobs that should be equal differ by less than `least` nats."
     return Finding(name, bool(gap < least), in_nats(gap) + suffix, f"less than {least:g}")
-
-
-def with_fixes(rows: Sequence[Finding]) -> list[Finding]:
-    "The findings, each with what it means for training where it does not hold."
-    means = texts_of_checks()
-    return [replace(f, fix=means[f.name][1]) for f in rows]
 
 
 def check_ratio(
@@ -360,13 +354,13 @@ async def check_length(
     "Check that policy and sampler take a whole sequence of the stated length, also where a token is sampled after it."
     whole = (tokens * (longest // len(tokens) + 1))[: min(longest, MAX_CHECKED_TOKENS) - 1]
     try:
-        scored = await policy.forward([toy_datum(whole)])
-        theirs = await sampler.logprobs(whole)
         (c,) = await sampler.sample(whole[:-1], SampleParams(max_tokens=1, seed=3))
-        after = (await sampler.logprobs(c.full_tokens)).values[len(whole) - 2 :] - c.logprobs
+        theirs = (await sampler.logprobs(c.full_tokens)).values
+        (ours,) = await policy.forward([toy_datum(c.full_tokens)])
     except (BackendError, AlignmentError) as error:
         return Finding("longest sequence", False, str(error), f"{len(whole)} tokens")
-    gap = max(float(np.abs(series).mean()) for series in (theirs.values - scored[0].values, after))
+    after = theirs[len(whole) - 2 :] - c.logprobs
+    gap = max(float(np.abs(series).mean()) for series in (theirs - ours.values, after))
     return check_within("longest sequence", gap, 0.2, f" on average, of {len(whole)} tokens")
 
 
@@ -444,33 +438,38 @@ async def check_contract(
     tokens: list[int],
     sync: WeightSync | None = None,
     can: Capabilities | None = None,
+    log: CheckLog | None = None,  # gets each finding when it is made
 ) -> Findings:
     """Check what a run relies on: scores, gradients, states, samples; with `sync` also optimizer steps and syncs.
 
     With `can`, the longest sequence and the losses that it states are tried. The model is left as it was found."""
+    log = CheckLog() if log is None else log
     start = await policy.save_state("start")
     datum = toy_datum(tokens)
     toy = ToyState(policy, start, tokens, (await policy.forward([datum]))[0].values)
-    rows = [*await check_scores(policy, tokens), *await find_encoding(toy)]
+    log.note(*await check_scores(policy, tokens))
+    log.note(*await find_encoding(toy))
     await policy.load_state(start)
     moved = (await policy.forward([datum]))[0].values
-    rows.append(check_within("states", float(np.abs(moved - toy.logprobs).max()), 0.02))
+    log.note(check_within("states", float(np.abs(moved - toy.logprobs).max()), 0.02))
     try:
         gap = float(np.abs((await sampler.logprobs(tokens)).values - toy.logprobs).mean())
-        rows += [
-            check_within("policy and sampler", gap, 0.2, " on average"),
-            *await check_samples(sampler, tokens),
-        ]
+        log.note(check_within("policy and sampler", gap, 0.2, " on average"))
+        log.note(*await check_samples(sampler, tokens))
     except BackendError as error:
-        rows.append(Finding("policy and sampler", None, str(error), "a logprob per token"))
+        log.note(Finding("policy and sampler", None, str(error), "a logprob per token"))
     if sync is not None:
         h = (await visible_step(toy))[0]
         if can is not None:
             await policy.load_state(start)
             if can.max_seq_len is not None:
-                rows.append(await check_length(policy, sampler, tokens, can.max_seq_len))
+                log.note(await check_length(policy, sampler, tokens, can.max_seq_len))
             if can.builtin_losses:
-                rows.append(await check_losses(toy, h, can.builtin_losses))
-        rows += [*await check_optimizer(toy, 2 * h), *await check_sync(toy, sampler, sync, h)]
+                log.note(await check_losses(toy, h, can.builtin_losses))
+        log.note(*await check_optimizer(toy, 2 * h))
+        log.note(*await check_sync(toy, sampler, sync, h))
         await policy.load_state(start)
-    return Findings(with_fixes(rows), "does the service do what we think?")
+    return Findings(log, CONTRACT_TITLE)
+
+
+CONTRACT_TITLE = "does the service do what we think?"

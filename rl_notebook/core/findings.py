@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, Self
 
@@ -114,3 +114,19 @@ def texts_of_checks() -> dict[str, list[str]]:
         name: said.split(" | ")
         for name, _, said in (line.partition(": ") for line in text.splitlines())
     }
+
+# %% ../../nbs/core/15_findings.ipynb #876bbca1
+class CheckLog(list[Finding]):
+    "Findings about a service, in the order in which they were made; each is said at once."
+
+    def __init__(self, say: Callable[[str], Any] | None = None):  # None = nothing is said
+        super().__init__()
+        self.say = say
+        self.means = {name: means for name, (_, means) in texts_of_checks().items()}
+
+    def note(self, *findings: Finding) -> None:
+        "Add findings, each with what it means for training where it does not hold."
+        for finding in findings:
+            self.append(replace(finding, fix=finding.fix or self.means.get(finding.name, "")))
+            if self.say is not None:
+                self.say(repr(self[-1]))

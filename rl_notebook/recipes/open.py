@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -34,7 +34,7 @@ from rl_notebook.core.types import (
     SampleParams,
     print_plain,
 )
-from ..core.findings import Finding, Findings
+from ..core.findings import CheckLog, Finding, Findings
 from ..core.imports import named_function
 from ..core.trust import check_trusted
 from ..core.retries import AdaptiveLimit, Retries
@@ -185,10 +185,8 @@ async def open_backend(
 # %% ../../nbs/recipes/00_open.ipynb #2c106273
 async def check_backend(
     cfg: Config,  # backend, model, address; the rest is not looked at
-    say: Callable[
-        [str], Any
-    ] = print_plain,  # gets lines on the way: a check that was made, a reconnect
-) -> list[Findings]:
+    say: Callable[[str], Any] = print_plain,  # gets lines on the way: each finding, a reconnect
+) -> list[Findings]:  # facts first, checks last
     "What the service of a config was seen to do; raises `BackendError` if it cannot be reached."
     if cfg.backend not in CHECKERS:
         got = repr(cfg.backend)
@@ -200,6 +198,7 @@ async def check_backend(
 
 
 async def _check_openai(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
+    from rl_notebook.backends.contract import check_samples
     from rl_notebook.backends.services.openai import OpenAISampler, check_openai
     from rl_notebook.backends.services.link import open_tokenizer
 
@@ -211,43 +210,43 @@ async def _check_openai(cfg: Config, say: Callable[[str], Any]) -> list[Findings
     )
     try:
         facts, first = await check_openai(sampler)
-        rows = (
-            []
-            if first.failed
-            else await _check_sampling(sampler, tokenizer, partial(_check_weights, cfg), say)
-        )
-        return [facts, Findings([*first, *rows], first.title)]
+        log = start_log(facts, first.title, say)
+        log.note(*first)
+        if not first.failed:
+            more = {
+                "sampled and scored": check_samples,
+                "policy and sampler": partial(_check_weights, cfg, log),
+            }
+            await _check_sampling(sampler, tokenizer, log, more)
+        return [facts, Findings(log, first.title)]
     finally:
         await sampler.close()
 
+# %% ../../nbs/recipes/00_open.ipynb #5b7ff5ef
+def start_log(facts: Findings, title: str, say: Callable[[str], Any]) -> CheckLog:
+    "Say the facts and the title of the checks; returns the log for their findings."
+    say(f"{facts}\n\n{title}" if facts else title)
+    return CheckLog(say)
+
 # %% ../../nbs/recipes/00_open.ipynb #6430dc4f
-async def _check_weights(cfg: Config, sampler: Any, tokens: list[int]) -> list[Finding]:
+async def _check_weights(
+    cfg: Config, log: CheckLog, sampler: Any, tokens: list[int]
+) -> list[Finding]:
     "Whether a server has the weights of the base model, where they are at hand, and takes a sequence whole."
     from rl_notebook.backends.local.trainer import open_local
-    from rl_notebook.backends.contract import check_length, check_samples, check_within, toy_datum
+    from rl_notebook.backends.contract import check_length, check_within, toy_datum
 
-    rows = await check_samples(sampler, tokens)
+    theirs = await sampler.logprobs(tokens)
     if not Path(model_source(cfg.base_model)).is_dir():
-        return [
-            *rows,
-            Finding(
-                "policy and sampler", None, f"{cfg.base_model} is no folder here", "its weights"
-            ),
-        ]
+        text = f"{cfg.base_model} is no folder here"
+        return [Finding("policy and sampler", None, text, "its weights")]
     weights = load_model(cfg.base_model, dtype=cfg.dtype)
     policy = open_local(*weights, reference=False, mask_unknown=False, inline=True).policy
     (ours,) = await policy.forward([toy_datum(tokens)])
-    theirs = await sampler.logprobs(tokens)
-    rows.append(
-        check_within(
-            "policy and sampler",
-            float(np.abs(theirs.values - ours.values).mean()),
-            0.2,
-            " on average",
-        )
-    )
+    gap = float(np.abs(theirs.values - ours.values).mean())
+    log.note(check_within("policy and sampler", gap, 0.2, " on average"))
     longest = min(sampler.max_seq_len or 0, 1024)  # the weights are computed with here
-    return [*rows, await check_length(policy, sampler, tokens, longest)] if longest else rows
+    return [await check_length(policy, sampler, tokens, longest)] if longest else []
 
 
 async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Finding]:
@@ -289,43 +288,37 @@ async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Findin
 
 
 async def _check_sampling(
-    sampler: Sampler, tokenizer: Any, more: Any = None, say: Callable[[str], Any] | None = None
-) -> list[Finding]:
-    "The checks of a sampler next to its trainer; one that cannot be made is left open, by name."
+    sampler: Sampler, tokenizer: Any, log: CheckLog, more: Mapping[str, Any] | None = None
+) -> None:
+    "Note the checks of a sampler next to its trainer; one that cannot be made is left open, by name."
     from rl_notebook.backends.services.openai import CHECK_TEXT
-    from rl_notebook.backends.contract import check_endings, check_temperature, with_fixes
+    from rl_notebook.backends.contract import check_endings, check_temperature
 
     tokens = tokenizer.encode(CHECK_TEXT)
-    rows = list[Finding]()
     asked: dict[str, Any] = {
         "how it ended": partial(check_endings, tokenizer),
         "temperature": check_temperature,
         "sampling frequencies": _check_frequencies,
-        **({"sampled and scored": more} if more else {}),
+        **(more or {}),
     }
     for name, ask in asked.items():
-        if say is not None:
-            say(f"checking: {name}")
         try:
-            rows += await ask(sampler, tokens)
+            log.note(*await ask(sampler, tokens))
         except RLNotebookError as error:
-            rows.append(
-                Finding(name, None if isinstance(error, BackendError) else False, str(error))
-            )
-    return with_fixes(rows)
+            ok = None if isinstance(error, BackendError) else False
+            log.note(Finding(name, ok, str(error)))
 
 # %% ../../nbs/recipes/00_open.ipynb #87ba3a72
 async def _check_tinker(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
-    from rl_notebook.backends.contract import check_contract, toy_tokens
+    from rl_notebook.backends.contract import CONTRACT_TITLE, check_contract, toy_tokens
     from rl_notebook.backends.services.tinker import open_tinker
 
     async with await open_tinker(**tinker_options(cfg), conformance="off", say=say) as backend:
         roles = backend.policy, backend.sampler, toy_tokens(backend.tokenizer), backend.sync
-        findings = await check_contract(*roles, backend.capabilities)
-        findings = Findings(
-            [*findings, *await _check_sampling(backend.sampler, backend.tokenizer)], findings.title
-        )
-        return [backend.probes, findings]
+        log = start_log(backend.probes, CONTRACT_TITLE, say)
+        await check_contract(*roles, backend.capabilities, log)
+        await _check_sampling(backend.sampler, backend.tokenizer, log)
+        return [backend.probes, Findings(log, CONTRACT_TITLE)]
 
 
 async def _check_fireworks(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:

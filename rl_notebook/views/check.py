@@ -26,15 +26,21 @@ __all__ = []
 OUTCOMES = {False: "What does not hold", None: "What could not be decided", True: "What holds"}
 
 
+def summarize(checks: Findings) -> str:
+    "How many checks hold, and those that do not by name."
+    words = [f"{sum(f.ok is True for f in checks)} of {len(checks)} checks hold."]
+    named = {ok: ", ".join(f.name for f in checks if f.ok is ok) for ok in (False, None)}
+    words += [f"{OUTCOMES[ok]}: {names}." for ok, names in named.items() if names]
+    return " ".join(words)
+
+
 def checks_html(checks: Findings) -> str:
-    "How many checks hold, those that do not by name, and a table for each outcome."
+    "The summary, and a table for each outcome."
     done = texts_of_checks()
     tables = list[str]()
-    summary = f"{checks.title} · {sum(f.ok is True for f in checks)} of {len(checks)} checks hold."
+    summary = f"{checks.title} · {summarize(checks)}"
     for ok, title in OUTCOMES.items():
         if matches := [f for f in checks if f.ok is ok]:
-            if not ok:
-                summary += f" {title}: {', '.join(f.name for f in matches)}."
             means = (
                 "what it means for training"
                 if ok is False

@@ -88,7 +88,7 @@ from rl_notebook.core.types import (
     print_plain,
 )
 from ...core.builtin import BUILTIN_LOSSES
-from ...core.findings import Finding, Findings
+from ...core.findings import CheckLog, Finding, Findings
 from ...core.retries import AdaptiveLimit, Retries, together, with_retries_blocking
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #f6b7ba7c
@@ -901,7 +901,7 @@ async def check_fireworks(
     lora_rank: int = 0,
     output_model_id: str
     | None = None,  # also publish the weights under this id; None = leave promotion out
-    also: Callable[..., Awaitable[list[Finding]]] | None = None,  # more, of sampler and tokenizer
+    also: Callable[..., Awaitable[None]] | None = None,  # notes more, of sampler and tokenizer
     say: Callable[[str], Any] = print_plain,  # gets a line per check, and what setting up says
     **options: Any,  # of `open_fireworks`: key, base_url, tokenizer, log_path, grace_s, poll_interval_s
 ) -> Findings:
@@ -920,30 +920,30 @@ async def check_fireworks(
     # enough for a sentence, and within any shape
     options |= {"max_seq_len": 256, "max_completion_tokens": 64}
     backend = None
-    rows = list[Finding]()
+    title = f"Fireworks at {rlor_mgr.base_url}"
+    say(title)
+    log = CheckLog(say)
     doing = "set up"
-
-    def note(*findings: Finding) -> None:
-        rows.extend(findings)
-        for row in findings:
-            say(repr(row))
-
     try:
         backend = await open_fireworks(base_model=base_model, **options)
-        note(Finding(doing, True, f"{backend.infra.policy_job_id}, {backend.infra.deployment_id}"))
+        made = f"{backend.infra.policy_job_id}, {backend.infra.deployment_id}"
+        log.note(Finding(doing, True, made))
         doing = "contract"
         roles = backend.policy, backend.sampler, toy_tokens(backend.tokenizer), backend.sync
-        note(*await check_contract(*roles, backend.capabilities))
-        note(*await also(backend.sampler, backend.tokenizer) if also else ())
+        await check_contract(*roles, backend.capabilities, log)
+        if also is not None:
+            await also(backend.sampler, backend.tokenizer, log)
         doing = "promotion"
         if output_model_id is not None:
-            note(Finding(doing, True, await promote_weights(backend, rlor_mgr, output_model_id)))
+            log.note(
+                Finding(doing, True, await promote_weights(backend, rlor_mgr, output_model_id))
+            )
     except RLNotebookError as reason:
-        note(Finding(doing, False, one_line(reason), "no error"))
+        log.note(Finding(doing, False, one_line(reason), "no error"))
     finally:
         if backend is not None and backend.close is not None:
             await backend.close()
     left = ", ".join(r.command for r in backend.cleanup.left) if backend is not None else ""
     freed = "everything" if backend is not None else "nothing was set up"
-    note(Finding("release", not left, left or freed, "nothing that is billed"))
-    return Findings(rows, title=f"Fireworks at {rlor_mgr.base_url}")
+    log.note(Finding("release", not left, left or freed, "nothing that is billed"))
+    return Findings(log, title)

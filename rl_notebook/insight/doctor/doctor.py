@@ -473,8 +473,9 @@ async def score_listings(
     score = backend.policy.forward
     if backend.capabilities.scores_top:
         scored = await score([datum_at(h, x.tokens) for h, x in zip(heads, listings, strict=True)])
-        pairs = zip(listings, scored, strict=True)
-        return tuple(replace(x, trainer=lp.top[-1, : len(x.tokens)]) for x, lp in pairs)
+        tops = [np.asarray(lp.top, np.float64) for lp in scored]  # (N-1, k) each
+        pairs = zip(listings, tops, strict=True)
+        return tuple(replace(x, trainer=top[-1, : len(x.tokens)]) for x, top in pairs)
     listings = decisive_tokens(e, listings)
     datums = [
         Datum(np.r_[head, token], np.r_[np.zeros(len(head) - 1), 1.0])
