@@ -166,10 +166,18 @@ class SamplerState:
 
     def __init__(self, backend: Backend):
         self.backend = backend
-        self.version = int(getattr(backend.sampler, "policy_version", 0))  # weight syncs so far
+        # what the sampler told at the last sync, and the version that this sync made
+        self.told = getattr(backend.sampler, "policy_version", None)
+        self.synced = int(self.told or 0)
         self.weights = SamplerWeights.CURRENT
         self.saved: Saved | None = None  # the state that has them, where they are SAVED
         self.audit = Audit(backend)
+
+    @property
+    def version(self) -> int:
+        "Weight syncs so far; what the sampler tells, where it was synced without the loop since."
+        told = getattr(self.backend.sampler, "policy_version", self.told)
+        return self.synced if told is None or told == self.told else int(told)
 
     @property
     def is_current(self) -> bool:
@@ -178,7 +186,8 @@ class SamplerState:
 
     async def serve(self, name: str) -> None:
         "Serve the trainer's weights."
-        self.version = await sync_weights(self.backend, name)
+        self.synced = await sync_weights(self.backend, name)
+        self.told = getattr(self.backend.sampler, "policy_version", None)
         self.weights = SamplerWeights.CURRENT
         self.saved = None
 
@@ -524,7 +533,7 @@ class Weights:
         except BaseException:  # cancelled, too: it was never here
             self.family.remove(other.owner.name)
             raise
-        other.sampler.version = self.sampler.version
+        other.sampler.synced = self.sampler.version
 
     async def _enter(self, parked: Saved) -> None:
         "Put these weights in the place of another loop's."

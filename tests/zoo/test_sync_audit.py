@@ -183,6 +183,24 @@ def test_a_step_that_is_undone_is_checked_again() -> None:
     asyncio.run(run())
 
 
+def test_a_state_that_is_loaded_and_synced_by_hand_is_synced() -> None:
+    "The sampler's version goes back with the weights, and its samples are as fresh as they are."
+
+    async def run() -> None:
+        backend = local()
+        loop = loop_on(backend)
+        await loop.step()
+        await backend.policy.save_state("kept")
+        await loop.run(2, progress=False)
+        await backend.policy.load_state("kept")
+        await backend.sync(await backend.policy.save_weights_for_sampler("again"))
+        record = await loop.step()
+        assert check_version(record, 1).ok is True
+        assert record.metrics["staleness/max"] == 0
+
+    asyncio.run(run())
+
+
 def test_the_audit_leaves_samples_gradients_and_weights_as_they_are() -> None:
     "Samples, gradients and weights of a run are the same, bit by bit."
 

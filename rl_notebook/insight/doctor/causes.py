@@ -37,6 +37,8 @@ from rl_notebook.insight.doctor.evidence import (
     not_by_chance,
     repetitions,
     rounding_here,
+    rounding_of_logits,
+    said_before,
     score_prediction,
     size,
     token_tolerance,
@@ -71,14 +73,19 @@ def shift(e: Evidence) -> Iterator[CauseFinding]:
 
 def mask_leak(e: Evidence) -> Iterator[CauseFinding]:
     "Weights are 1 where the policy sampled nothing: by the samples' masks, or the sampler has no number where rows begin."
-    leaked = sum(
-        int((d.active & (m == 0)).sum())
-        for d, m in zip(e.datums, e.sampled_masks, strict=True)
-        if m is not None
-    )
+    masks = zip(e.datums, e.sampler, e.sampled_masks, strict=True)
+    leaked = [(s[d.active & (m == 0)], m[d.active]) for d, s, m in masks if m is not None]
+    leaked = [(values, sampled) for values, sampled in leaked if len(values)]
     if leaked:
-        text = f"{leaked} trained positions that the policy did not sample"
-        yield CauseFinding("mask leak", 1.0, text, {"positions": leaked}, is_counted=True)
+        n = sum(len(values) for values, _ in leaked)
+        text = f"{n} trained positions that the policy did not sample"
+        # in each row one, behind what was sampled
+        if all(len(values) == 1 and values[0] == 0 == sampled[-1] for values, sampled in leaked):
+            text = f"{text}, one behind the end of each of {n} samples, with a logprob of 0"
+            yield CauseFinding("filled in", MAX_UNLISTED_SCORE, f"{text}: an end token, appended")
+            yield CauseFinding("mask leak", MAX_UNSYNCED_SCORE, text, {"positions": n})
+            return
+        yield CauseFinding("mask leak", 1.0, text, {"positions": n}, is_counted=True)
         return
     # 0 is right for a token that is certain
     empty = (~np.isfinite(e.s) | (e.s == 0)) & ~(e.p > np.log(MIN_SURE))
@@ -244,18 +251,21 @@ def constant(e: Evidence) -> Iterator[CauseFinding]:
         yield CauseFinding(cause, 1.0 if value < 0 else AMBIGUOUS_SCORE, text)
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #f632423d
-def both_scored(e: Evidence) -> list[tuple[np.ndarray, np.ndarray]]:
-    "The logprobs (sampler, trainer at temperature 1) of each place where both scored several tokens, one for each token."
+Places = list[tuple[np.ndarray, np.ndarray]]  # logprobs of sampler, and of trainer at temperature 1
+
+
+def both_scored(e: Evidence, only_new: bool = False) -> Places:
+    "The logprobs of each place where both scored several tokens, one for each token; `only_new` = without tokens that were said before."
     t = e.provenance.trainer_temperature or 1.0
     rows: Any = pd.DataFrame(
         {"past": e.prefix_hashes(False), "token": e.token, "s": e.s, "p": t * e.p}
-    ).dropna()
-    rows = rows.drop_duplicates(["past", "token"])
+    )
+    rows = rows[~(only_new & (said_before(e) > 0))].dropna().drop_duplicates(["past", "token"])
     parted = rows[rows.duplicated("past", keep=False)].groupby("past")
     places = [(place["s"].to_numpy(), place["p"].to_numpy()) for _, place in parted]
     for listing in e.listings:
-        if listing.is_listed.sum() > 1:
-            listed = listing.is_listed
+        listed = listing.is_listed & ~(only_new & listing.is_repeated)
+        if listed.sum() > 1:
             places.append((listing.sampler[listed], t * listing.trainer[listed]))
     return places
 
@@ -267,7 +277,7 @@ MIN_TEMPERATURE_CHANGE = (
 )
 
 
-def sharpness_of(places: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
+def sharpness_of(places: Places) -> float:
     "The factor between the differences of the sampler's logprobs and those of the trainer's."
     centred = [(s - s.mean(), p - p.mean()) for s, p in places]
     s, p = (np.concatenate(x) for x in zip(*centred, strict=True))
@@ -291,9 +301,25 @@ def other_logits(e: Evidence) -> Iterator[CauseFinding]:
             level = np.array([(s - p).mean() for s, p in places])
             yield from one_level(e, level, float(np.abs(within).max()))
         return
+    if found := list(one_factor(e, places)):
+        yield from found
+        return
+    for finding in one_factor(e, both_scored(e, only_new=True)):
+        text = (
+            f"{finding.text} of tokens that were not said before; a penalty would change the others"
+        )
+        yield replace(finding, score=min(finding.score, MAX_UNLISTED_SCORE), text=text)
+
+
+def one_factor(e: Evidence, places: Places) -> Iterator[CauseFinding]:
+    "The differences between the tokens of each place are multiplied by one factor: that of a temperature."
+    if len(places) < 2:
+        return
+    agreed_temperature = e.provenance.trainer_temperature or 1.0
     # the factor of the places of either half is tested on the other
     halves = sharpness_of(places[1::2]), sharpness_of(places[::2])
     tested = [s - halves[k % 2] * p for k, (s, p) in enumerate(places)]
+    within = less_shared([s - p / agreed_temperature for s, p in places])
     gone = explained(within, less_shared(tested), token_tolerance(e))
     sharpness = sharpness_of(places)
     # without a shared number it is another logarithm
@@ -368,15 +394,23 @@ def one_level(
     high = sign * level
     if (high < -tol).any() or not (high > tol).any():
         return
+    if sign > 0 and not may_be_cut(e, tol):
+        text = "the sampler gives the tokens of one place more than a cut of less likely ones could: it forbids a likely one"
+        yield CauseFinding("bias or penalty", 1.0, text, {"places": len(e.listings)})
+        return
     below = excess(np.minimum(sign * e.gap, 0), tol) / max(excess(e.gap, tol), 1e-12)
     most = 1 - float(np.exp(-high.max()))
     text = f"tokens of one place are higher for the {side} by one number, as if up to {most:.0%} were cut"
-    numbers = {"below": below, "kept": 1 - most}
     score = max(0.0, 1 - below)
     # and not the signs of many
-    if high.max() <= finer_rounding(e).largest and 2.0 ** -(high > tol).sum() > MAX_CHANCE:
+    if high.max() <= finer_rounding(e).largest and 2.0 ** -(high > 0).sum() > MAX_CHANCE:
         score *= AMBIGUOUS_SCORE
-    if e.listings:
+    is_seen = any(
+        np.exp(x.sampler[x.is_listed]).sum() > 1 - tol and np.median(x.gap[x.is_listed]) > tol
+        for x in e.listings
+    )
+    numbers = {"below": below, "kept": 1 - most}
+    if is_seen:
         yield CauseFinding("top-p or top-k", score, text, numbers)
         return
     # nobody has seen which tokens are missing
@@ -384,6 +418,17 @@ def one_level(
     yield CauseFinding("top-p or top-k", score, text, numbers)
     text = f"{text}, or a likely token forbidden"
     yield CauseFinding("bias or penalty", min(score, AMBIGUOUS_SCORE), text, numbers)
+
+
+def may_be_cut(e: Evidence, tolerance: float) -> bool:
+    "Whether the probability that the sampler gives to the tokens of each place may be that of others, each less likely than all that it lists."
+    vocabulary = e.provenance.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
+    for listing in e.listings:
+        kept = np.exp(listing.trainer[listing.is_listed])
+        gone = -np.expm1(-np.median(listing.gap[listing.is_listed])) if len(kept) else 0.0
+        if gone > tolerance and gone > tolerance + (vocabulary - len(kept)) * kept.min():
+            return False
+    return True
 
 
 # of a cut that is seen only in what is left: a forbidden token leaves the same
@@ -621,7 +666,8 @@ def stale_weights(e: Evidence) -> Iterator[CauseFinding]:
         moved = size(after - before).mean
         text = f"a sync changes what the sampler says, by {moved:.2g} nats per token: it was behind"
         yield CauseFinding("stale weights", MIN_LIKELY, text)
-    yield from agrees_today(e, explained(e.gap, nearest_at(before, t, today) - today, tol))
+    if explained(e.gap, nearest_at(before, t, today) - today, tol) >= MIN_SURE:
+        yield from agrees_today(e)
     versions = {e.provenance.trainer_version, e.provenance.sampler_version} - {None}
     if len(versions) > 1 and "sampler" not in e.controls:
         text = f"versions {sorted(v for v in versions if v is not None)} of the weights"
@@ -633,23 +679,30 @@ def reference_of(e: Evidence) -> np.ndarray:
     return e.flat(e.controls.get("reference", [d.ref_logprobs for d in e.datums]))
 
 
-def agrees_today(
-    e: Evidence,
-    share: float,  # of the gap that is gone today
-) -> Iterator[CauseFinding]:
-    "The sampler, asked again, says what the trainer says, and not what it sampled with."
-    if share < MIN_SURE:
+def said_otherwise(e: Evidence) -> np.ndarray:
+    "(K,) nats, what the sampler reported less what it says of the same tokens when it scores them; the least that it may be at other temperatures."
+    echo = e.flat("sampler")
+    t = e.provenance.trainer_temperature or 1.0
+    raw = e.flat(e.raw)
+    return raw - echo if t != 1 and np.isfinite(raw).any() else e.s - nearest_at(echo, t, e.s)
+
+
+def agrees_today(e: Evidence) -> Iterator[CauseFinding]:
+    "The sampler, asked again, says what the trainer says: it does not say what it sampled with, and does not differ as much from itself when it samples again."
+    recorded = said_otherwise(e)
+    if not beyond(recorded, finer_rounding(e)):
         return
     tol = coarser_rounding(e).largest
     if any(np.logaddexp.reduce(r.claimed) > tol for r in e.resamples):
         text = "what the sampler says of the tokens of one place adds up to more than 1"
         yield CauseFinding(NONE, AMBIGUOUS_SCORE, text)
         return
-    if e.completions and not samples_as_it_scores(e):
+    fresh = fresh_gaps(e)
+    if NOISE_FACTOR * size(fresh).mean >= size(recorded).mean:
         return
     text = "the sampler says today what the trainer says, and not what it sampled with"
     # at other temperatures an echo leaves a range
-    if e.completions and e.provenance.trainer_temperature in (None, 1.0):
+    if len(fresh):
         n = len(e.completions)
         text = f"{text}; {n} completions sampled again have the numbers that it scores them with"
         yield CauseFinding("stale weights", MAX_UNSYNCED_SCORE, text)
@@ -666,18 +719,19 @@ def beside_surprise(values: np.ndarray, p: np.ndarray) -> np.ndarray:
 def follows_learning(
     left: np.ndarray, learned: np.ndarray, p: np.ndarray, row: np.ndarray
 ) -> float:
-    "The correlation of (K,) a gap with what the reference says less what the policy says, likelihoods apart; 0 where it may be chance."
+    "The correlation of (K,) a gap with what the reference says less what the policy says, likelihoods apart; 0 where it may be chance, or is small and not in every row."
     known = np.isfinite(left) & np.isfinite(learned) & np.isfinite(p)
     # a part of what was learned is no larger than all of it
     if known.sum() < MIN_ROWS or size(left[known]).mean > size(learned[known]).mean:
         return 0.0
     gap, moved = (beside_surprise(x[known], p[known]) for x in (left, learned))
     norm = math.sqrt(float((gap**2).sum() * (moved**2).sum()))
-    product = pd.Series(gap * moved, index=row[known])
-    by_row = pd.DataFrame({"gap": product.groupby(level=0).sum()})
+    by_row: Any = pd.DataFrame({"gap": gap * moved}, index=row[known]).groupby(level=0).sum()
     if not norm or len(by_row) < MIN_ROWS or not not_by_chance(by_row):
         return 0.0
-    return float((gap * moved).sum() / norm)
+    correlation = float((gap * moved).sum() / norm)
+    all_rows = (by_row["gap"] > 0).all() and 2.0 ** -len(by_row) <= MAX_FALSE_ALARM_RATE
+    return correlation if all_rows or correlation >= MIN_CORRELATION else 0.0
 
 
 MIN_ROWS = 7  # of fewer, one in a hundred random signs agree
@@ -695,7 +749,7 @@ def part_of_weights(e: Evidence) -> Iterator[CauseFinding]:
         return
     learned = reference_of(e) - policy
     correlation = follows_learning(left, learned, policy, e.row)
-    if correlation < MIN_CORRELATION:
+    if not correlation:
         return
     text = f"it follows what the policy has learned since the reference (correlation {correlation:.2f})"
     if not is_synced:
@@ -710,47 +764,58 @@ def part_of_weights(e: Evidence) -> Iterator[CauseFinding]:
         text = f"{text}; the largest updates of the step: {', '.join(e.provenance.moved_parts[:4])}"
     # a sampler that says just what the reference says got nothing at all: `stale_weights` has that
     none_arrived = explained(left, left - learned, tol) >= MIN_SURE
-    score = MIN_LIKELY if none_arrived else MAX_UNSYNCED_SCORE
+    score = MAX_UNSYNCED_SCORE if correlation >= MIN_CORRELATION else AMBIGUOUS_SCORE
+    score = MIN_LIKELY if none_arrived else score
     yield CauseFinding(PART_OF_WEIGHTS, score, text, {"correlation": correlation})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #c51278cc
 # of other weights, or other decoding, that an experiment shows and no sync has proven
 MAX_UNSYNCED_SCORE = 0.8
-HALF_PRECISION_GAP = Rounding(0.02, 0.25)  # what one side in 16 bits usually makes
 
 
-def own_gaps(e: Evidence) -> list[np.ndarray]:  # (C,) each
-    "What the sampler reported of each fresh completion, less what it says of the same tokens when it scores them."
-    return [c.reported - c.echo for c in e.completions]
-
-
-def samples_as_it_scores(e: Evidence) -> bool:
-    "Whether the sampler reports of fresh completions what it, or, if it cannot score, the policy says of them."
-    comparable = e.provenance.trainer_temperature in (None, 1.0)
-    own = [
-        gap if np.isfinite(gap).any() else c.reported - c.policy
-        for gap, c in zip(own_gaps(e), e.completions, strict=True)
-        if comparable or np.isfinite(gap).any()
+def fresh_gaps(e: Evidence) -> np.ndarray:
+    "(C,) nats, what the sampler reported of fresh completions, less what it, or, if it cannot score, the policy says of the same tokens."
+    by_policy = e.provenance.trainer_temperature in (None, 1.0)
+    gaps = [
+        c.reported - np.where(np.isfinite(c.echo) | (not by_policy), c.echo, c.policy)
+        for c in e.completions
     ]
-    return bool(own) and not beyond(np.concatenate(own), HALF_PRECISION_GAP)
+    gap = np.concatenate([np.zeros(0), *gaps])
+    return gap[np.isfinite(gap)]
+
+
+def noise_of_programs(e: Evidence) -> Rounding:
+    "What the arithmetic of one pass explains: the sampler's echo beside the policy, or, where they cannot be compared, logits of 16 bits."
+    coarser = coarser_rounding(e)
+    passes = e.flat("sampler") - e.flat("policy")
+    if e.provenance.trainer_temperature not in (None, 1.0) or not np.isfinite(passes).any():
+        other = rounding_of_logits(e, "bfloat16")
+    else:
+        other = Rounding(NOISE_FACTOR * size(passes).mean, NOISE_FACTOR * size(passes).largest)
+    return Rounding(max(coarser.mean, other.mean), max(coarser.largest, other.largest))
 
 
 def decoding(e: Evidence) -> Iterator[CauseFinding]:
     "Completions that are sampled again have other numbers than the sampler scores them with."
-    gaps = [gap for gap in own_gaps(e) if np.isfinite(gap).any()]
-    # less is 16 bits, whatever precision is stated
-    if not gaps or not beyond(np.concatenate(gaps), HALF_PRECISION_GAP):
+    gaps = [c.reported - c.echo for c in e.completions if np.isfinite(c.echo).any()]
+    allowed = noise_of_programs(e)
+    if not gaps or not beyond(np.concatenate(gaps), allowed):
         return
     mean = size(np.concatenate(gaps)).mean
     text = f"{len(gaps)} completions sampled again differ by {mean:.2g} nats per token from what the sampler says when it scores them"
-    firsts = sum(abs(gap[0]) > token_tolerance(e) for gap in gaps)
-    if firsts:
+    firsts = sum(abs(gap[0]) > allowed.mean for gap in gaps)
+    learned = reference_of(e) - e.p
+    correlation = follows_learning(e.gap, learned, e.p, e.row)
+    if not firsts:
+        yield CauseFinding("decoding", MAX_UNSYNCED_SCORE, f"{text}, and none in its first token")
+    elif correlation:
+        cache = f"as with a cache of older weights: the gap follows what the policy has learned (correlation {correlation:.2f})"
+        yield CauseFinding("decoding", MAX_UNSYNCED_SCORE, f"{text}, {cache}")
+    else:
         text = f"{text}, in {firsts} of them from the first token on"
         reads = "when it samples, it reads another prompt, or changes the odds"
         yield CauseFinding("BOS or template", AMBIGUOUS_SCORE, f"{text}: {reads}")
         yield CauseFinding("decoding", MIN_LIKELY, text)
-    else:
-        yield CauseFinding("decoding", MAX_UNSYNCED_SCORE, f"{text}, and none in its first token")
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #3ee7f404
 MIN_TEMPLATE_GAP = 5.0  # nats: a few updates move no token this far, another prompt does
@@ -762,7 +827,7 @@ def is_half_precision(e: Evidence) -> str:
     if {e.provenance.trainer_dtype, e.provenance.sampler_dtype} & {*HALF_PRECISION}:
         return "16 bits, as stated"
     twice = min(repetitions(e), key=lambda x: size(x).mean, default=np.zeros(0))
-    if beyond(twice, rounding("float32")) and not beyond(twice, HALF_PRECISION_GAP):
+    if beyond(twice, rounding("float32")) and not beyond(twice, rounding_of_logits(e, "bfloat16")):
         return (
             f"and the sampler repeats its own numbers to {size(twice).mean:.2g} only, as in 16 bits"
         )
@@ -826,12 +891,12 @@ def no_mismatch(e: Evidence) -> Iterator[CauseFinding]:
         text += (
             "; raw logprobs: whether the settings cut or penalise as they should is not looked at"
         )
+    few = int((np.abs(e.gap) > finer_rounding(e).largest).sum())
+    if few:
+        text += f", {few} of them by up to {size(e.gap).largest:.2g}, which are too few to tell"
     n = int(sum(r.counts.sum() for r in e.resamples))
-    yield CauseFinding(
-        NO_MISMATCH,
-        1.0,
-        text + (f"; {n} tokens sampled again fit the reported probabilities" if n else ""),
-    )
+    text += f"; {n} tokens sampled again fit the reported probabilities" if n else ""
+    yield CauseFinding(NO_MISMATCH, MAX_UNSYNCED_SCORE if few else 1.0, text)
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #21271170
 Sign = Callable[[Evidence], Iterable[CauseFinding]]

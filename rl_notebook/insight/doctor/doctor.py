@@ -700,6 +700,11 @@ CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evide
     "resample": run_resample,
 }
 CONCLUSIVE_SCORE = 0.95  # a score after which no further control is run
+LISTED_CAUSES = (
+    "temperature",
+    "top-p or top-k",
+    "bias or penalty",
+)  # no control tells more than a listing
 
 
 def chosen_controls(names: Sequence[str]) -> list[str]:
@@ -721,6 +726,7 @@ def may_change(name: str, e: Evidence) -> bool:
     # the sampler of a trainer in 16 bits may have any precision until it is asked
     coarse = e.provenance.trainer_dtype in HALF_PRECISION and e.provenance.sampler_dtype is None
     is_settled = d.score >= CONCLUSIVE_SCORE and d.cause != NONE and not d.undecided
+    is_settled |= bool(e.listings) and d.cause in LISTED_CAUSES and d.score >= MAX_UNTESTED_SCORE
     if name == "rescore":
         return True
     if is_settled and not coarse:
