@@ -253,18 +253,6 @@ def test_a_run_continues_in_its_folder_from_a_checkpoint(shared: Any, tmp_path: 
         assert ours.tokens.tolist() == theirs.tokens.tolist()
 
 
-def test_groups_that_are_spread_over_processes_are_rejected_before_anything_is_generated(
-    tmp_path: Path,
-):
-    t = trainer(tmp_path)
-    t.args.per_device_train_batch_size = 2  # as where two processes share a generation
-    with pytest.raises(
-        ConfigError, match=r"spread over processes(.|\n)*per_device_train_batch_size"
-    ):
-        rln.watch(t, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 MORE = {
     "grpo": {"importance_sampling_level": "sequence"},
     "cispo": {"epsilon_high": 5.0},
@@ -472,6 +460,13 @@ for kind in ("grpo", "dapo", "fails"):
     assert kind == "dapo" or its.weights(t) == its.weights(plain)
     if t.accelerator.is_main_process:
         (folder / "log.json").write_text(json.dumps([t.state.log_history, watched.ended]))
+t = its.trainer(Path("spread"), per_device_train_batch_size=3, steps_per_generation=2, loss_type="grpo")
+watched = its.rln.watch(t, Path("spread", "run"))
+t.train()
+assert not watched.ended
+if t.accelerator.is_main_process:
+    generated = [[its.text_of(c) for c in t._logs["completion"]], list(t._logs["advantages"])]
+    Path("spread", "log.json").write_text(json.dumps([t.state.log_history, *generated]))
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 more |= dict(beta=0.0, loss_type="grpo")
@@ -529,6 +524,28 @@ def test_two_processes_bring_one_record(two: Path, kind: str):
         assert record.loss.loss == pytest.approx(float(log["loss"]), abs=1e-4)
         assert record.metrics["grad_norm"] == pytest.approx(float(log["grad_norm"]), rel=1e-3)
         agrees_with_its_options(record)
+
+
+@pytest.mark.slow
+def test_groups_that_are_spread_over_processes_are_recorded_whole(two: Path):
+    "Two steps train on one generation of three groups of four, of which each process generated six completions."
+    logs, texts, advantages = json.loads((two / "spread" / "log.json").read_text())
+    logged = [row for row in logs if "loss" in row]
+    trained = []
+    for record, log in zip(rln.Run.open(two / "spread" / "run"), logged, strict=True):
+        for group in record.groups:
+            rows = slice(4 * group.number, 4 * group.number + 4)
+            assert [s.text for s in group.samples] == texts[rows]
+            assert group.advantages.tolist() == advantages[rows]
+        for d in record.datums:
+            group = record.groups[d.group]
+            assert d.tokens.tolist() == group.samples[d.sample].tokens.tolist()
+            assert d.advantage == group.advantages[d.sample]
+            trained.append((group.number, d.sample))
+        assert len(record.datums) == 6
+        assert record.loss.loss == pytest.approx(float(log["loss"]), abs=1e-4)
+        agrees_with_its_options(record)
+    assert sorted(trained) == [(group, sample) for group in range(3) for sample in range(4)]
 
 
 @pytest.mark.slow

@@ -632,6 +632,13 @@ def advantages_and_rewards(record: StepRecord) -> tuple[np.ndarray, np.ndarray]:
 advantage_finding = partial(Finding, "advantages")
 MIN_FOLLOWING = 12  # samples of groups with signal
 MIN_REWARD_CORRELATION = 0.2
+MIN_STD = 1e-4  # what trainers add to the standard deviation that they divide by
+
+
+def lost_digits(rewards: np.ndarray) -> float:
+    "How many times as large rewards are as their differences: in float32 their mean is that much less exact next to these."
+    difference = rewards.max(initial=-math.inf) - rewards.min(initial=math.inf)
+    return float(np.abs(rewards).max(initial=0.0) / max(difference, MIN_STD))
 
 
 def advantages_off_centre(record: StepRecord) -> Iterator[Finding]:
@@ -639,7 +646,8 @@ def advantages_off_centre(record: StepRecord) -> Iterator[Finding]:
     by_group = advantages_by_group(record)
     for g in record.groups:
         advantages = by_group[g.index][g.run_starts] if g.index in by_group else np.zeros(0)
-        uncentred = is_off(advantages.sum(), np.abs(advantages).sum())
+        size = max(np.abs(advantages).sum(), len(advantages) * lost_digits(known_rewards(g)))
+        uncentred = is_off(advantages.sum(), size)
         uncentred = uncentred and not has_advantage_fn(record)
         if uncentred and record.origin:  # a leave-one-out std will do
             uncentred = bool(

@@ -103,7 +103,8 @@ def trl_options(
 class Generation:
     "What one call of `_generate_and_score_completions` brought, rows in the order in which they were generated."
 
-    first: int  # number of its first group in the run
+    first: int  # number of its first group in the run, over all processes
+    offset: int  # its rows on the processes before this one
     size: int  # completions of a prompt
     version: int  # optimizer steps before the weights that sampled it
     rows: Sequence[Mapping[str, Any]]  # of the data set, one per completion
@@ -140,7 +141,12 @@ class Generation:
 
     def number(self, row: int) -> int:
         "Of the row's group, in the run."
-        return self.first + row // self.size
+        return self.first + (self.offset + row) // self.size
+
+    def members(self, number: int) -> range:
+        "The rows of a group that are here."
+        start = (number - self.first) * self.size - self.offset
+        return range(max(start, 0), min(start + self.size, len(self.completions)))
 
     def tokens(self, row: int) -> np.ndarray:  # (N,)
         "Prompt and completion ids."
@@ -187,9 +193,12 @@ class Update:
 
     def record(self) -> StepRecord:
         "What this process had of the step."
-        generations = {
-            p["generation"].number(row): p["generation"] for p in self.passes for row in p["rows"]
-        }
+        generations: dict[int, Generation] = {}
+        for p in self.passes:
+            g = p["generation"]
+            # the first and the last group may go on in another process, which trains it
+            for row in (0, *p["rows"], len(g.completions) - 1):
+                generations[g.number(row)] = g
         numbers = sorted(generations)
         groups = [self._group(generations[n], n, i) for i, n in enumerate(numbers)]
         datums = []
@@ -218,7 +227,7 @@ class Update:
 
     def _group(self, g: Generation, number: int, index: int) -> PromptGroup:
         "A prompt and its completions."
-        rows = range((number - g.first) * g.size, (number - g.first + 1) * g.size)
+        rows = g.members(number)
         samples = tuple(self._sample(g, row) for row in rows)
         row = plain_row(g.rows[rows[0]])
         return PromptGroup(samples, row, index=index, number=number, advantages=g.advantages[rows])
@@ -258,15 +267,33 @@ class Update:
         return Logprobs(scored(row, p["policy"][at]), entropy=entropy, **facts)
 
 # %% ../../nbs/runs/12_watch.ipynb #da97c58a
+def joined_groups(parts: Sequence[StepRecord]) -> tuple[list[PromptGroup], list[Datum]]:
+    "The trained groups in the order of their numbers, each of the samples that every process has of it, and all datums."
+    groups: dict[int, PromptGroup] = {}
+    datums = list[Datum]()
+    for part in parts:
+        starts = {number: len(group.samples) for number, group in groups.items()}
+        for group in part.groups:
+            if begun := groups.get(group.number):
+                values = [g.advantages for g in (begun, group) if g.advantages is not None]
+                samples = begun.samples + group.samples
+                group = replace(begun, samples=samples, advantages=np.concatenate(values))
+            groups[group.number] = group
+        for datum in part.datums:
+            number = part.groups[datum.group].number
+            place = datum.sample + starts.get(number, 0)
+            datums.append(replace(datum, group=number, sample=place))
+    indices = {number: index for index, number in enumerate(sorted({d.group for d in datums}))}
+    return (
+        [replace(groups[number], index=index) for number, index in indices.items()],
+        [replace(datum, group=indices[datum.group]) for datum in datums],
+    )
+
+
 def joined(parts: Sequence[StepRecord], options: Mapping[str, Any]) -> StepRecord:
     "The step, of what each process had of it. Its loss is the mean of theirs, as TRL averages their gradients."
-    groups = list[PromptGroup]()
-    datums = list[Datum]()
+    groups, datums = joined_groups(parts)
     losses = [part.loss for part in parts if part.loss is not None]
-    for part in parts:
-        start = len(groups)
-        groups += [replace(g, index=start + g.index) for g in part.groups]
-        datums += [replace(d, group=start + d.group) for d in part.datums]
     logprobs = tuple(lp for loss in losses for lp in loss.logprobs)
     value = sum(loss.loss for loss in losses) / len(losses)
     theirs = pd.DataFrame([loss.metrics for loss in losses]).mean().to_dict()
@@ -327,13 +354,14 @@ def verify_loss_options(
 def _datum(p: Mapping[str, Any], at: int, row: int, group: int) -> Datum:
     "A trained row, with the series that TRL had for it."
     g: Generation = p["generation"]
+    sample = row - g.members(g.number(row))[0]
     mask = np.nan_to_num(g.whole(row, g.loss_mask[row]))[1:]
     known = [name for name in ("old", "ref") if p[name] is not None]
     series: dict[str, Any] = {f"{name}_logprobs": g.scored(row, p[name][at]) for name in known}
     if g.sampler is not None:
         series["sampler_logprobs"] = g.whole(row, g.sampler[row])[1:]
     return Datum(
-        g.tokens(row), mask, float(g.advantages[row]), group=group, sample=row % g.size, **series
+        g.tokens(row), mask, float(g.advantages[row]), group=group, sample=sample, **series
     )
 
 
@@ -467,14 +495,14 @@ class TrainerHooks:
         t = self.trainer
         loaded = t._last_loaded_step if t.use_vllm else t.state.global_step
         ids, completions, tool_mask, texts_or_messages, sampler = out[:5]
-        count = len(ids) // t.num_generations
+        count = len(ids)
         if sampler and tool_mask:  # TRL fills what tools answered with 0
             rows = zip(sampler, tool_mask, strict=True)
             sampler = [[v if w else None for v, w in zip(*row, strict=True)] for row in rows]
-        places = (self.groups + self.rank * count, t.num_generations, loaded)
+        places = (self.groups, self.rank * count, t.num_generations, loaded)
         texts = list(map(written_text, texts_or_messages))
         self.generation = Generation(*places, (), ids, completions, tool_mask, texts, sampler)
-        self.groups += count * self.ranks
+        self.groups += count * self.ranks // t.num_generations
 
     def on_rewards(self, per_function: Any, *_: Any) -> None:
         "What each reward function said of the rows of this process, and their weighted sum."
@@ -590,20 +618,6 @@ def open_folder(path: Path, settings: Mapping[str, Any]) -> RunFolder:
         return run
     return RunFolder.create(path, settings)
 
-
-def check_watchable(trainer: Any) -> None:
-    "Raise ConfigError for a trainer that is watched already, or whose groups are spread over processes."
-    if trainer._generate.__module__ == __name__:
-        raise ConfigError(
-            "watch", got="a trainer that is watched already", expected="one call for each trainer"
-        )
-    size = trainer.num_generations
-    rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
-    if rows % size:
-        got = f"groups of {size} that are spread over processes: each generates {rows} completions"
-        fix = f"Make per_device_train_batch_size * steps_per_generation a multiple of num_generations={size}."
-        raise ConfigError("watch", got=got, expected="whole groups in each process", fix=fix)
-
 # %% ../../nbs/runs/12_watch.ipynb #f0fddc8c
 class Watched:
     "A trainer that is recorded, and what was recorded so far."
@@ -615,7 +629,9 @@ class Watched:
             got = f"{type(trainer).__name__} without {lacks[0]}"
             expected = "a trl.GRPOTrainer of version 1.16 or later, not one that was rewritten"
             raise ConfigError("watch", got=got, expected=expected, fix="rln.watch(trainer, folder)")
-        check_watchable(trainer)
+        if trainer._generate.__module__ == __name__:
+            got = "a trainer that is watched already"
+            raise ConfigError("watch", got=got, expected="one call for each trainer")
         self.options, unsaid = trl_options(trainer)
         if unsaid:
             self.options = {"make_loss": "TRL's own: " + ", ".join(unsaid)}
