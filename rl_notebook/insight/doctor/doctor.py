@@ -20,7 +20,6 @@ from rl_notebook.insight.doctor.causes import (
     AS_RECORDED,
     CAUSES,
     MAX_UNSYNCED_SCORE,
-    MIN_BIASED_PLACES,
     NO_MISMATCH,
     NONE,
     PART_OF_WEIGHTS,
@@ -380,10 +379,11 @@ async def run_echo(
 
 
 async def run_sync(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
-    "Give the sampler the policy's weights and let it score again; once the policy has learned, so does the reference."
+    "Give the sampler the policy's weights and let it score again; so does the reference, if the policy has learned and the record lacks it."
     await backend.sync(await backend.policy.save_weights_for_sampler("doctor"))
     e = await run_echo(e, backend, datum_indices, "sampler synced")
-    if backend.reference is None or e.provenance.untrained:
+    is_recorded = all(d.ref_logprobs is not None for d in e.datums)
+    if backend.reference is None or e.provenance.untrained or is_recorded:
         return e
     logprobs = await backend.reference.forward([e.datums[i] for i in datum_indices])
     series = one_per_datum(e, datum_indices, logprobs)
@@ -410,11 +410,10 @@ def choose_places(e: Evidence, datum_indices: Sequence[int], places: int) -> lis
 LISTED_TOKENS = 16  # likeliest tokens that the sampler is asked for
 
 
-async def run_listing(
-    e: Evidence, backend: Backend, datum_indices: Sequence[int], places: int = 8
-) -> Evidence:
+async def run_listing(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
     "Let the sampler list its likeliest tokens at a few places, and the policy score them there."
     most = backend.capabilities.top_logprobs
+    places = 8 if backend.capabilities.scores_top else 4
     t = 1.0 if e.provenance.sampler_temperature is None else e.provenance.sampler_temperature
     if most == 0 or t == 0:
         return e
@@ -439,23 +438,6 @@ async def run_listing(
     return replace(e, listings=await score_listings(e, backend, listings))
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #aa25f058
-SCORED_OF_A_KIND = 3  # tokens said before, and others, where each needs a row
-
-
-def decisive_tokens(e: Evidence, listings: Sequence[Listing]) -> list[Listing]:
-    "The listings without the tokens that no law needs."
-    ids, counts = np.unique(np.concatenate([x.tokens for x in listings]), return_counts=True)
-    shared = ids[counts >= MIN_BIASED_PLACES]  # one of them may be biased
-    fewer = list[Listing]()
-    for x in listings:
-        kept = ~x.is_listed | np.isin(x.tokens, [*shared, e.token[x.at]])
-        for kind in (x.is_repeated, ~x.is_repeated):
-            kept[np.flatnonzero(kind & x.is_listed)[:SCORED_OF_A_KIND]] = True
-        series = (x.tokens, x.sampler, x.trainer, x.is_repeated)
-        fewer.append(Listing(x.at, *(values[kept] for values in series)))
-    return fewer
-
-
 def datum_at(head: np.ndarray, tokens: np.ndarray) -> Datum:
     "Scores the first of the tokens behind a text, and names all of them as the likeliest there."
     weights = np.r_[np.zeros(len(head) - 1), 1.0]
@@ -476,7 +458,6 @@ async def score_listings(
         tops = [np.asarray(lp.top, np.float64) for lp in scored]  # (N-1, k) each
         pairs = zip(listings, tops, strict=True)
         return tuple(replace(x, trainer=top[-1, : len(x.tokens)]) for x, top in pairs)
-    listings = decisive_tokens(e, listings)
     datums = [
         Datum(np.r_[head, token], np.r_[np.zeros(len(head) - 1), 1.0])
         for x, head in zip(listings, heads, strict=True)
@@ -575,7 +556,7 @@ def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[st
     yield "without the template but its first token", [*prompt[:1], *bare]
     if bos is not None:
         yield "a second BOS", [bos, *prompt]
-    for t in sorted(special, key=lambda t: t not in prompt)[:16]:
+    for t in sorted(special, key=lambda t: t not in prompt)[:6]:
         yield f"a foreign {tokenizer.decode([t])!r} ({t}) in front", [t, *prompt]
     if getattr(tokenizer, "chat_template", None):
         from rl_notebook.task.chat import render
@@ -626,14 +607,29 @@ async def score_contexts(
     return replace(e, controls=controls)
 
 
+def nearest_prompts(e: Evidence, most: int = 2) -> set[str]:
+    "The prompts behind which a side comes nearest to what the other one said."
+    nearest = set[str]()
+    for side, other in (("policy", e.s), ("sampler", e.p)):
+        names = [n for n in e.controls if n.startswith(f"{side}, ") and not n.endswith(AS_RECORDED)]
+        left = {n: size(e.flat(n) - other).mean for n in names}
+        nearest |= {n.partition(", ")[2] for n in sorted(left, key=lambda n: left[n])[:most]}
+    return nearest
+
+
 async def run_context(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
-    "Score the three datums with the largest gaps behind other prompts: those that templates, and what handles them, may make."
+    "Score the datum with the largest gap behind other prompts, those that templates and what handles them may make, and two more behind the nearest."
     worst = [i for i in worst_datums(e, len(e.datums)) if i in set(datum_indices)]
-    jobs = list[tuple[str, int, Datum]]()
-    for i in [i for i in worst if e.datums[i].num_loss_tokens][:3]:
-        jobs.append((AS_RECORDED, i, e.datums[i]))
-        jobs += [(name, i, datum) for name, datum in contexts(e.datums[i], backend).items()]
-    return await score_contexts(e, backend, jobs)
+    first, *others = [i for i in worst if e.datums[i].num_loss_tokens][:3]
+    tried = contexts(e.datums[first], backend)
+    jobs = [(name, first, datum) for name, datum in tried.items()]
+    e = await score_contexts(e, backend, [(AS_RECORDED, first, e.datums[first]), *jobs])
+    nearest = nearest_prompts(e)
+    jobs = [(AS_RECORDED, i, e.datums[i]) for i in others]
+    for i in others:
+        tried = contexts(e.datums[i], backend)
+        jobs += [(name, i, datum) for name, datum in tried.items() if name in nearest]
+    return await score_contexts(e, backend, jobs) if jobs else e
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #f4c13aa3
 def always_same_token(resamples: Sequence[Resample]) -> bool:
@@ -731,10 +727,16 @@ def may_change(name: str, e: Evidence) -> bool:
         return True
     if is_settled and not coarse:
         return name == "resample" and d.ok
+    if name == "resample":  # of numbers that differ it tells only whether the sampler's are odds
+        return not differs(e) or "stale weights" in (d.cause, *d.undecided)
     if name in ("listing", "completions"):
         return differs(e) and (name == "listing" or not echo_repeats(e))
     if name in ("sync", "context") and "sampler" not in e.controls:
         return False
+    if name == "sync" and e.completions and d.cause in ("decoding", "BOS or template"):
+        return (
+            False  # what it samples today is not what it scores: new weights would not change that
+        )
     by_experiment = ("decoding", PART_OF_WEIGHTS)
     return name != "context" or d.cause not in by_experiment or d.score < MAX_UNSYNCED_SCORE
 
