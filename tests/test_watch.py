@@ -378,6 +378,7 @@ def test_a_custom_rollout_brings_sampler_logprobs_and_turns(tmp_path: Path):
     (sample, *_) = records[0].groups[0].samples
     datum = records[0].datums[0]
     assert len(sample.turns) == 2
+    assert "before it samples again" in rln.xray(records[0])["weights"].text
     recorded_logprobs = sample.logprobs[sample.loss_mask == 1]
     assert (recorded_logprobs[0], {*recorded_logprobs[2:]}) == (-0.5, {-1.5})
     assert math.isnan(recorded_logprobs[1])

@@ -1246,6 +1246,10 @@ def check_version(record: StepRecord, weight_sync_interval: int | None = None) -
         )
     if end > start and record.metrics.get("update_norm") == 0:
         return check(None, f"version {start} to {end} of the same weights: they did not move")
+    has_own_sampler = any(d.sampler_logprobs is not None for d in record.datums)
+    if end > start and has_own_sampler and "trl.GRPOTrainer" in record.sources:
+        text = f"version {start} to {end}, which TRL sends to the sampler before it samples again"
+        return check(None, text)
     if end > start:
         known = report.ok if report else True
         return check(

@@ -987,8 +987,9 @@ def ask_xray(run: RunNumbers) -> Iterator[Cause]:
                 finding.ok is False or (finding.ok is None and doubtful)
             ):
                 failed.setdefault(finding.name, []).append((record.step, finding))
-    if not failed and checked:
-        yield Cause("computation", True, f"the checks of the x-ray hold in {len(checked)} steps")
+    if checked and "computation" not in {CHECKS[name][0] for name in failed}:
+        held = "advantages and masks" if failed else "the checks of the x-ray"
+        yield Cause("computation", True, f"{held} hold in {len(checked)} steps")
     for name, findings in failed.items():
         if name in IN_MOST_STEPS and 2 * len(findings) < len(checked):
             continue
