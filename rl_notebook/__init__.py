@@ -43,9 +43,9 @@ _HOMES = {
     "loop.async_loop": "AsyncGRPOLoop",
     "experiments.replay": "compare_loops replay",
     "insight.trends": "ledger watch_run",
-    "experiments.preflight": "preflight",
+    "experiments.preflight": "measure_noise_floor preflight",
     "experiments.plan": "plan",
-    "insight.xray": "measure_noise_floor xray",
+    "insight.xray": "xray",
     "insight.doctor.doctor": "diagnose",
     "insight.doctor.why": "list_runs why",
     "experiments.trainers": "compare_trainers",
@@ -125,7 +125,7 @@ if TYPE_CHECKING:
     from .experiments.trainers import compare_trainers as compare_trainers
     from .experiments.whatif import reward_lab as reward_lab
     from .experiments.whatif import what_if as what_if
-    from .insight.xray import measure_noise_floor as measure_noise_floor
+    from .experiments.preflight import measure_noise_floor as measure_noise_floor
     from .insight.xray import xray as xray
 
 _NAMES = sorted(name for names in _HOMES.values() for name in names.split())

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from ..core.advantages import has_no_signal, with_advantages
-from ..backends.base import Backend, Capabilities, Meter
+from ..backends.base import Backend, Capabilities, Meter, Scorer
 from ..task.chat import first_difference
 from ..config.config import Config, completions_at_once
-from ..core.types import ConfigError, Datum, PromptGroup, RewardError
+from ..core.align import require_finite
+from ..core.types import ConfigError, Datum, DatumError, PromptGroup, RewardError
 from ..task.data import Row, Prompt
 from ..core.datums import attach, datums_from_groups
 from ..core.findings import Finding, Findings
@@ -46,12 +47,11 @@ from ..core.gaps import Gap, Rounding, short, rounding_of
 from rl_notebook.insight.xray import (
     MAX_TROUBLED_SHARE,
     check_temperature,
-    measure_noise_floor,
     sampler_gap,
 )
 
 # %% auto #0
-__all__ = ['Preflight', 'preflight']
+__all__ = ['measure_noise_floor', 'Preflight', 'preflight']
 
 # %% ../../nbs/experiments/03_preflight.ipynb #62286bd8
 GROUP_SIZES = (2, 4, 8, 16)
@@ -262,6 +262,30 @@ def check_tokens(
         got=(changed_completions or changed_prompts)[0],
         fix=fix,
     )
+
+# %% ../../nbs/experiments/03_preflight.ipynb #e40248f3
+async def measure_noise_floor(
+    scorer: Scorer,  # policy or reference
+    datums: Sequence[Datum],  # a handful is enough
+) -> float:  # nats
+    """Largest absolute difference of logprobs, same weights: all datums in one call, against each in a separate call.
+
+    Raises `DatumError` for datums without a trained position.
+    """
+    if not any(d.num_loss_tokens for d in datums):
+        got = f"{len(datums)} datums without a target of weight 1" if datums else "no datums"
+        raise DatumError("noise floor", got=got, expected="at least one position to score")
+    batch = list(datums) if len(datums) > 1 else [*datums, *datums]
+    together = (await scorer.forward(batch))[: len(datums)]
+    alone = [(await scorer.forward([d]))[0] for d in datums]
+    floor = 0.0
+    for d, *both in zip(datums, together, alone, strict=True):
+        a, b = (
+            require_finite(s.values, d.weights, name="logprobs", where=d.where)[d.active]
+            for s in both
+        )
+        floor = max(floor, float(np.abs(a - b).max(initial=0.0)))
+    return floor
 
 # %% ../../nbs/experiments/03_preflight.ipynb #00066beb
 def check_agreement(

@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 
 from ..core.advantages import STD_TOLERANCE, has_no_signal
-from ..core.align import require_finite
-from ..backends.base import Scorer, SyncReport
+from ..backends.base import SyncReport
 from rl_notebook.core.types import (
     Datum,
-    DatumError,
     Logprobs,
     PromptGroup,
     RolloutSample,
@@ -41,31 +39,7 @@ from ..core.metrics import known_rewards, reward_names
 from ..core.gaps import ROUNDING, Gap, Rounding, gap_between, short, rounding_of
 
 # %% auto #0
-__all__ = ['measure_noise_floor', 'invariants', 'sentence', 'XRay', 'xray']
-
-# %% ../../nbs/insight/00_xray.ipynb #2eb4c719
-async def measure_noise_floor(
-    scorer: Scorer,  # policy or reference
-    datums: Sequence[Datum],  # a handful is enough
-) -> float:  # nats
-    """Largest absolute difference of logprobs, same weights: all datums in one call, against each in a separate call.
-
-    Raises `DatumError` for datums without a trained position.
-    """
-    if not any(d.num_loss_tokens for d in datums):
-        got = f"{len(datums)} datums without a target of weight 1" if datums else "no datums"
-        raise DatumError("noise floor", got=got, expected="at least one position to score")
-    batch = list(datums) if len(datums) > 1 else [*datums, *datums]
-    together = (await scorer.forward(batch))[: len(datums)]
-    alone = [(await scorer.forward([d]))[0] for d in datums]
-    floor = 0.0
-    for d, *both in zip(datums, together, alone, strict=True):
-        a, b = (
-            require_finite(s.values, d.weights, name="logprobs", where=d.where)[d.active]
-            for s in both
-        )
-        floor = max(floor, float(np.abs(a - b).max(initial=0.0)))
-    return floor
+__all__ = ['invariants', 'sentence', 'XRay', 'xray']
 
 # %% ../../nbs/insight/00_xray.ipynb #90ec7828
 def sampler_side(
@@ -234,8 +208,6 @@ def policy_words(
         taught or any(np.any(d.advantage) for d in record.datums)
     ):
         return True, "every advantage is 0"
-    if m.get("tis/weight_mean") == 0:
-        return True, "the correction leaves out every token"
     if term or not is_one(low, high, m.get("tis/raw_min", 1.0), m.get("tis/raw_max", 1.0)):
         corrected = "" if o.get("tis", "off") == "off" else " × correction"
         seen = (
@@ -384,15 +356,13 @@ def check_completions(record: StepRecord) -> Finding:
         )
     empty = sum("is empty" in r for r in reasons)
     lost = f"{len(reasons)} of {total} completions lost" + (f" ({empty} empty)" if empty else "")
-    limit = "the limit"
-    if any(s.finish_reason == "cut" for s in samples):
-        limit += " or by hand"
-    text = (
-        f"all completions were cut at {limit}"
-        if cut == total
-        else f"{cut} of {total} completions cut at {limit}"
-    )
-    text = (f"{lost}, {cut} cut at {limit}" if cut else lost) if reasons else text
+    by_hand = any(s.finish_reason == "cut" for s in samples)
+    how = "cut at the limit or by hand" if by_hand else "cut at the limit"
+    text = f"{cut} of {total} completions {how}"
+    if cut == total:
+        text = f"all completions were {how}"
+    if reasons:
+        text = f"{lost}, {cut} {how}" if cut else lost
     if len(reasons) >= MAX_TROUBLED_SHARE * total:
         return check(
             False,
@@ -590,16 +560,17 @@ def check_duplicates(record: StepRecord) -> Finding:
 MAX_USUAL_SIZE = 1000.0
 
 
+def groups_with_signal(groups: Iterable[PromptGroup]) -> list[PromptGroup]:
+    "The groups that have advantages, and rewards that differ."
+    return [g for g in groups if g.advantages is not None and not has_no_signal(g.rewards)]
+
+
 def within_groups(
     groups: Iterable[PromptGroup], values: Callable[[PromptGroup], Any]
 ) -> np.ndarray:  # (samples,)
     "What a function gives for the samples of each group with signal, less its mean in the group."
-    with_signal = [
-        np.asarray(values(g), np.float64)
-        for g in groups
-        if g.advantages is not None and not has_no_signal(g.rewards)
-    ]
-    return np.concatenate([v - v.mean() for v in with_signal]) if with_signal else np.zeros(0)
+    known = [np.asarray(values(g), np.float64) for g in groups_with_signal(groups)]
+    return np.concatenate([np.zeros(0), *(v - v.mean() for v in known)])
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -655,14 +626,9 @@ def advantages_off_centre(record: StepRecord) -> Iterator[Finding]:
             )
         if uncentred:
             fix = "Take the mean over the samples of one prompt: group_advantages(rewards_of_one_prompt)."
-            yield advantage_finding(
-                False,
-                "a group does not sum to 0",
-                expected="0",
-                fix=fix,
-                where=g.where,
-                got=short(advantages.sum()),
-            )
+            got = short(advantages.sum())
+            text = "a group does not sum to 0"
+            yield advantage_finding(False, text, "0", fix, g.where, got)
 
 
 def advantages_of_other_samples(record: StepRecord) -> Iterator[Finding]:
@@ -705,61 +671,33 @@ def advantages_by_function(record: StepRecord) -> Iterator[Finding]:
     "What can be said of the advantages of a custom function: whether they sum to 0."
     if not has_advantage_fn(record):
         return
-    by_group = advantages_by_group(record)
-    with_signal = [
-        g.index for g in record.groups if g.index in by_group and not has_no_signal(g.rewards)
-    ]
-    uncentred_groups = [
-        i for i in with_signal if abs(by_group[i].sum()) > 1e-3 * np.abs(by_group[i]).sum()
-    ]
-    if uncentred_groups:
-        where = f"in {len(uncentred_groups)} of {len(with_signal)} groups with signal"
-        yield advantage_finding(
-            None,
-            f"advantages are not centred: those of the advantage_fn do not sum to 0 {where}",
-            expected="0",
-            where=f"group {uncentred_groups[0]}",
-            got=short(by_group[uncentred_groups[0]].sum()),
-            notable=True,
-        )
-    else:
-        yield advantage_finding(None, "they are those of an advantage_fn, whose rule is not known")
+    for g in groups_with_signal(record.groups):
+        advantages = np.asarray(g.advantages)
+        total = advantages.sum()
+        if abs(total) > 1e-3 * np.abs(advantages).sum():
+            text = "advantages are not centred: those of the advantage_fn do not sum to 0"
+            yield advantage_finding(None, text, "0", "", g.where, short(total), notable=True)
+            return
+    yield advantage_finding(None, "they are those of an advantage_fn, whose rule is not known")
 
 
 def advantages_lost(record: StepRecord) -> Iterator[Finding]:
     "Advantages of 0 in every group whose rewards differ."
-    by_group = advantages_by_group(record)
-    with_signal = [
-        g.index for g in record.groups if g.index in by_group and not has_no_signal(g.rewards)
-    ]
-    if len(with_signal) > 1 and not any(by_group[i].any() for i in with_signal):
-        text = f"rewards differ in {len(with_signal)} groups, and all their advantages are 0"
+    groups = groups_with_signal(record.groups)
+    if len(groups) > 1 and not any(np.any(g.advantages) for g in groups):
+        text = f"rewards differ in {len(groups)} groups, and all their advantages are 0"
         fix = "See by what rewards are scaled before the advantages, and whether they are clipped."
-        yield advantage_finding(
-            False, text, expected="advantages that rise with the rewards", fix=fix
-        )
+        right = "advantages that rise with the rewards"
+        yield advantage_finding(False, text, expected=right, fix=fix)
 
 
 def advantages_of_large_rewards(record: StepRecord) -> Iterator[Finding]:
-    "Rewards so large that the loss is as large, unless advantages are scaled."
-    size, spread = (float(np.abs(x).max(initial=0.0)) for x in advantages_and_rewards(record))
-    if not spread >= MAX_USUAL_SIZE:  # NaN neither
-        return
-    text = f"rewards are up to {spread:.3g} from the mean of their group"
-    if size < MAX_USUAL_SIZE:
-        yield advantage_finding(
-            True,
-            f"{text}; their scale does not reach the loss, as advantages are scaled",
-            notable=True,
-        )
-        return
-    fix = "Divide the rewards, or set advantage_scale='std': a KL term or an entropy bonus is nothing next to them."
-    yield advantage_finding(
-        None,
-        f"{text} and advantages are not scaled: the loss is as large",
-        fix=fix,
-        notable=True,
-    )
+    "Rewards so large that the loss is as large, as advantages are not scaled."
+    size, distance = (float(np.abs(x).max(initial=0.0)) for x in advantages_and_rewards(record))
+    if distance >= MAX_USUAL_SIZE and size >= MAX_USUAL_SIZE:
+        text = f"rewards are up to {distance:.3g} from the mean of their group and advantages are not scaled: the loss is as large"
+        fix = "Divide the rewards, or set advantage_scale='std': a KL term or an entropy bonus is nothing next to them."
+        yield advantage_finding(None, text, fix=fix, notable=True)
 
 
 def check_advantages(record: StepRecord) -> Finding:
@@ -840,13 +778,11 @@ def check_mask(record: StepRecord) -> Finding:
     return check(True, f"the loss covers exactly the {active} sampled tokens{also}")
 
 # %% ../../nbs/insight/00_xray.ipynb #c383bcc6
-# share of the loss's tokens in one group, and correlation of reward and length, above which they are reported
-MAX_GROUP_SHARE = 0.8
-MAX_LENGTH_CORRELATION = 0.95
+MAX_LENGTH_CORRELATION = 0.95  # of reward and length, above which it is reported
 
 
 def check_lengths(record: StepRecord) -> Finding:
-    "Rewards do not follow length, and no group holds most of the tokens of the loss."
+    "Rewards do not follow length."
     check = partial(Finding, "length")
     lengths = within_groups(record.groups, lambda g: [s.completion_len for s in g.samples])
     corr = correlation(lengths, within_groups(record.groups, lambda g: g.rewards))
@@ -854,19 +790,9 @@ def check_lengths(record: StepRecord) -> Finding:
         goes, which = ("rise", "longer") if corr > 0 else ("fall", "shorter")
         text = f"rewards {goes} with length: {which} completions have the higher reward (correlation {corr:+.2f})"
         return check(True, text, notable=True)
-    tokens: dict[int, int] = {}
-    for d in record.datums:
-        tokens[d.group] = tokens.get(d.group, 0) + d.num_loss_tokens
-    total = sum(tokens.values())
-    largest = max(tokens, key=lambda i: tokens[i], default=0)
-    if len(tokens) > 1 and tokens[largest] >= MAX_GROUP_SHARE * total > 0:
-        text = f"group {largest} has {tokens[largest] / total:.0%} of the tokens of the loss"
-        return check(True, f"{text}, of {len(tokens)} groups", notable=True)
     if math.isnan(corr):
         return check(None, "rewards or lengths are all the same within their groups")
-    return check(
-        True, f"correlation of reward and length {corr:+.2f}, and no group has most of the tokens"
-    )
+    return check(True, f"correlation of reward and length {corr:+.2f}")
 
 # %% ../../nbs/insight/00_xray.ipynb #7a215848
 def without_loss(record: StepRecord) -> str:
@@ -1110,25 +1036,8 @@ def check_clipping(record: StepRecord) -> Finding:
 
 # %% ../../nbs/insight/00_xray.ipynb #e9e90d60
 MIN_UPDATE_NORM = 1e-8  # norm of an update that does nothing
-# how many times smaller than in the step before learning rate and update must be to be reported
-MIN_COLLAPSE_FACTOR = 100.0
 # learning rate: AdamW moves a weight by about this, and few weights are much larger
 MAX_LEARNING_RATE = 0.02
-
-
-def learning_rate_drop(record: StepRecord, previous: StepRecord | None) -> str:
-    "How far the learning rate fell since the step before, if the update fell as far; empty = it did not."
-    if previous is None or previous.step != record.step - 1:
-        return ""
-
-    def sizes(r):
-        return [r.metrics.get(name, math.nan) for name in ("learning_rate", "update_norm")]
-
-    before = sizes(previous)
-    now = sizes(record)
-    if not all(a >= MIN_COLLAPSE_FACTOR * b > 0 for a, b in zip(before, now, strict=True)):
-        return ""
-    return f"the learning rate fell from {before[0]:.3g} to {now[0]:.3g} since step {previous.step}"
 
 
 def only_norms(metrics: Mapping[str, float]) -> bool:
@@ -1146,7 +1055,7 @@ def only_norms(metrics: Mapping[str, float]) -> bool:
     return norm > 0 and all(small)
 
 
-def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Finding:
+def check_gradient(record: StepRecord) -> Finding:
     "There is a gradient of ordinary size, it reaches the weights, and the update moved them."
     (size, measured) = gradient_size(record)
     m = record.metrics
@@ -1155,39 +1064,24 @@ def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Fi
     rate = m.get("learning_rate", math.nan)
     if record.reason or math.isnan(size):
         return check(None, "nothing was trained" if record.reason else "the record does not tell")
-    arrives = size > 0 or not any(g.any() for g in (record.loss.dlogprobs if record.loss else ()))
-    none = (
-        "the gradient is 0"
-        if arrives
-        else "no gradient reaches the weights, though dL/dlogprob is not 0"
-    )
-    fix = (
-        "The last sentence says why, if it is known."
-        if arrives
-        else "Are the weights frozen, or detached?"
-    )
-    if moved == 0 and size > 0:
-        fix = "Raise the learning rate, or see what the optimizer does with it."
     if moved == 0 and m.get("learning_rate/schedule") == 0:
         return check(None, "the learning rate is 0 here, as its schedule has it")
-    if moved == 0 and size > 0 and rate > 0:
-        fix = "Does the optimizer hold this model's tensors? In bfloat16 a small learning rate rounds to no change."
-        return check(
-            False,
-            f"the weights did not move, at a learning rate of {rate:g}",
-            got="update norm 0",
-            fix=fix,
-        )
-    if moved == 0:
-        why = none if size == 0 else f"the learning rate is {rate:g}"
-        return check(False, f"the weights did not move: {why}", got="update norm 0", fix=fix)
+    still = "the weights did not move"
     if size == 0:
-        also = (
-            f"; the weights moved all the same (by {short(moved)}): momentum or weight decay"
-            if moved > 0
-            else ""
-        )
-        return check(False, none + also, got=measured, fix=fix)
+        text = "the gradient is 0"
+        fix = "The last sentence says why, if it is known."
+        if record.loss and any(g.any() for g in record.loss.dlogprobs):
+            text = "no gradient reaches the weights, though dL/dlogprob is not 0"
+            fix = "Are the weights frozen, or detached?"
+        return check(False, f"{still}: {text}" if moved == 0 else text, got=measured, fix=fix)
+    if moved == 0 and rate > 0:
+        fix = "Does the optimizer hold this model's tensors? In bfloat16 a small learning rate rounds to no change."
+        text = f"{still}, at a learning rate of {rate:g}"
+        return check(False, text, got="update norm 0", fix=fix)
+    if moved == 0:
+        fix = "Raise the learning rate, or see what the optimizer does with it."
+        text = f"{still}: the learning rate is {rate:g}"
+        return check(False, text, got="update norm 0", fix=fix)
     if moved < MIN_UPDATE_NORM:
         text = f"the weights hardly moved (by {short(moved)}): the learning rate is {rate:g}"
         return check(
@@ -1196,9 +1090,6 @@ def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Fi
             expected=f"an update norm above {MIN_UPDATE_NORM:g}",
             fix="Raise the learning rate.",
         )
-    if fell := learning_rate_drop(record, previous):
-        fix = "Is the length of the schedule counted in steps of this run?"
-        return check(False, f"{fell}, and the weights hardly moved (by {short(moved)})", fix=fix)
     if rate >= MAX_LEARNING_RATE:
         text = f"the learning rate is {rate:g}: each weight moved by about as much (update norm {short(moved)})"
         return check(
@@ -1280,12 +1171,12 @@ def invariants(
         check_advantages,
         check_mask,
     )
-    trained = (check_old, check_clipping, check_lengths, check_signal)
+    trained = (check_old, check_clipping, check_lengths, check_signal, check_gradient)
     policies = (check_ratio, check_reference, check_correction)
     findings = [check(record) for check in of_samples] + [
         check(record, previous) for check in policies
     ]
-    findings += [*(check(record) for check in trained), check_gradient(record, previous)]
+    findings += [check(record) for check in trained]
     return (*findings, check_version(record, weight_sync_interval))
 
 # %% ../../nbs/insight/00_xray.ipynb #1ba16cb3

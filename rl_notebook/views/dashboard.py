@@ -868,8 +868,7 @@ class Dashboard(Player):
     def __init__(
         self,
         loop: GRPOLoop,
-        noise_floor: float
-        | None = None,  # of `xray.measure_noise_floor`, nats; a band in the KL charts
+        noise_floor: float | None = None,  # of `measure_noise_floor`, nats; a band in the KL charts
         *,
         rows: int = 8,  # of a page of the table of completions
     ):

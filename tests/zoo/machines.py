@@ -391,7 +391,7 @@ def assemble_backend(
     def score_at(temperature: float) -> None:
         trainer.temperature = reference.temperature = temperature
 
-    can = {"lora_rank": lora_rank, "policy_temperature": trainer.temperature, "top_logprobs": 16}
+    can = {"lora_rank": lora_rank, "policy_temperature": trainer.temperature, "top_logprobs": 20}
     scores_top = "score" not in vars(trainer)  # a bug's own score says nothing of other tokens
     capabilities = Capabilities(
         "zoo", grad_accumulation_normalization=("none",), scores_top=scores_top, **can

@@ -407,7 +407,7 @@ def choose_places(e: Evidence, datum_indices: Sequence[int], places: int) -> lis
     return list(chosen.values())
 
 
-LISTED_TOKENS = 16  # likeliest tokens that the sampler is asked for
+LISTED_TOKENS = 20  # likeliest tokens that the sampler is asked for, as vLLM lists by default
 
 
 async def run_listing(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
