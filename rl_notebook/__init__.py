@@ -60,7 +60,7 @@ _HOMES = {
     "recipes.rl_loop": "main train",
     "recipes.predict": "predict_step",
     "recipes.race": "Race race",
-    "recipes.to_trainer": "from_trainer",
+    "recipes.from_trainer": "from_trainer",
 }
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ if TYPE_CHECKING:
     from .recipes.predict import predict_step as predict_step
     from .recipes.race import Race as Race
     from .recipes.race import race as race
-    from .recipes.to_trainer import from_trainer as from_trainer
+    from .recipes.from_trainer import from_trainer as from_trainer
     from .runs.cite import cite as cite
     from .runs.run import Run as Run
     from .runs.run import RunFolder as RunFolder

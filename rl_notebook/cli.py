@@ -1143,24 +1143,32 @@ def run_export(args: Sequence[str]) -> int:  # exit code
 
 # %% ../nbs/00_cli.ipynb #cbfb65d4
 def run_convert(args: Sequence[str]) -> int:  # exit code
-    "Write the experiment of a run for another trainer."
+    "Write the experiment of a run for another trainer, or read one of another trainer."
+    from rl_notebook.recipes.conversion import TABLES
+
     parser = CommandParser(
         prog="rl-notebook convert",
-        description="Write the experiment of a run as files that another trainer runs, with DIFFERENCES.md beside them.",
+        description="Write the experiment of a run as files that another trainer runs, with DIFFERENCES.md beside them. "
+        "Without --to: read a script or the settings of another trainer, and write the config with --out.",
     )
-    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("run", type=Path, help="run folder, or file or folder of another trainer")
+    parser.add_argument("--to", choices=tuple(TABLES), default=None, help="the trainer")
     parser.add_argument(
-        "--to",
-        choices=("trl", "verl", "prime-rl", "skyrl", "tinker"),
-        required=True,
-        help="the trainer",
+        "--out", type=Path, default=None, help="folder (default: RUN-TRAINER), or YAML file"
     )
-    parser.add_argument("--out", type=Path, default=None, help="folder (default: RUN-TRAINER)")
     parser.add_argument(
         "--processes", type=int, default=1, help="on which it will run (default: 1)"
     )
     parser.add_argument("--trust", action="store_true", help=TRUST)
     options = parser.parse_args(args)
+    if options.to is None:
+        from rl_notebook.recipes.from_trainer import from_trainer
+
+        experiment = from_trainer(options.run, options.processes)
+        if options.out is not None:
+            experiment.cfg.to_yaml(options.out)
+        print_plain(experiment)
+        return 0
     from rl_notebook.recipes.to_trainer import run_to_trainer
 
     folder = options.out or options.run.with_name(f"{options.run.name}-{options.to}")
@@ -1632,7 +1640,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "export": (run_export, "write a run's weights as a folder for transformers, PEFT and vLLM"),
     "convert": (
         run_convert,
-        "write a run's experiment for TRL, verl, prime-rl, SkyRL or Tinker, and what differs",
+        "write a run's experiment for TRL, verl, prime-rl, SkyRL or Tinker, or read theirs",
     ),
     "emulate": (run_emulate, "run a local service for the Fireworks and Tinker SDKs"),
     "check": (run_check, "test a service: --backend openai, tinker or fireworks"),

@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import yaml
@@ -71,6 +72,9 @@ def learning_settings(settings: Mapping[str, Any]) -> dict[str, Any]:  # by sett
         values["eps_clip_high"] = values["eps_clip"]
     if loss == "cispo":
         values["eps_clip"] = min(values["eps_clip"], 1.0)  # a ratio is at least 0
+    warms = values["warmup_steps"] or values["warmup_ratio"]
+    if values["lr_scheduler_type"] == "constant_with_warmup" and not warms:
+        values["lr_scheduler_type"] = "constant"
     divided = values.pop("grad_accumulation_normalization")
     values["aggregation"] = DIVIDED.get(divided, values["aggregation"])
     unused = {name for name, needed in USED_WITH.items() if not values[needed]}
@@ -106,17 +110,19 @@ def quantities(cfg: Config, processes: int = 1) -> dict[str, Any]:
     values = {name: settings[name] for name in settings if name in LOCAL}
     values |= learning_settings(settings)
     surrogate = values["policy_loss"]
-    bounds = None
+    low = None
+    high = None
     if surrogate in ("ppo", "cispo"):
         low = 1 - values["eps_clip"]
-        bounds = {"clip_low_threshold": low, "clip_high_threshold": 1 + values["eps_clip_high"]}
+        high = 1 + values["eps_clip_high"]
     if surrogate == "ppo" and values["eps_clip"] == values["eps_clip_high"] == NO_CLIP:
         surrogate = "importance_sampling"
-        bounds = None
+        low = None
+        high = None
         values |= {"dppo_low": 1.0, "dppo_high": 1.0}  # no probability moves further
     elif surrogate == "ppo" and values["eps_clip_c"] is not None:
         surrogate = "dual_clip"
-    schedule = cfg.lr_scheduler_type
+    schedule = values["lr_scheduler_type"]
     falls = schedule not in ("constant", "constant_with_warmup", "cosine")
     decay = {"constant_with_warmup": 0}.get(
         schedule, (cfg.steps or 0) - cfg.warmup_steps if falls else None
@@ -135,8 +141,10 @@ def quantities(cfg: Config, processes: int = 1) -> dict[str, Any]:
         "lora_alpha": int(cfg.lora_alpha) if cfg.lora_rank else None,
         "adapter_rank": cfg.lora_rank or 32,
         "kl_on": cfg.kl_beta > 0,
+        "estimator": "rloo" if cfg.advantage_scale == "loo" else "grpo",
         "surrogate": surrogate,
-        "ratio_bounds": bounds,
+        "ratio_low": low,
+        "ratio_high": high,
         "schedule_warmup": None if schedule == "constant" else cfg.warmup_steps,
         "schedule_decay": decay,
         "length_limit": cfg.max_completion_tokens if cfg.aggregation == "constant" else None,
@@ -164,8 +172,10 @@ class Slot:
         return self.words.get(value, self.words.get("else", value)) if self.words else value
 
     def ours(self, value: Any) -> Any:
-        "Its value in our words."
-        return next((mine for mine, word in self.words.items() if word == value), value)
+        "Its value in our words; the first of them for a value that has none, where one stands for all others."
+        words = {mine: word for mine, word in self.words.items() if mine != "else"}
+        other = next(iter(words)) if "else" in self.words else value
+        return next((mine for mine, word in words.items() if word == value), other)
 
 
 @dataclass(frozen=True)
@@ -179,9 +189,15 @@ class Table:
     impossible: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)  # ours: what it does without a setting
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of its settings
-    local: str = ""  # settings of it that are read elsewhere, or change nothing that is learned
+    local: str = (
+        ""  # settings of it that are read elsewhere, or change nothing that is learned; * for any
+    )
+    earlier: Mapping[str, str] = field(default_factory=dict)  # other names of its settings: today's
+    lacks: Mapping[str, str] = field(
+        default_factory=dict
+    )  # reasons, by its settings without a term here
 
-    @property
+    @cached_property
     def slots(self) -> list[Slot]:
         "The lines with a setting of ours."
         slots = list[Slot]()
@@ -455,7 +471,7 @@ VERL = read_table("""
 version: 0.9.1
 titles: [verl, verl]
 config:
-  algorithm.adv_estimator: grpo
+  algorithm.adv_estimator: $estimator grpo=grpo rloo=rloo else=grpo
   algorithm.norm_adv_by_std_in_grpo: $advantage_scale std=true none=false else=true
   data.train_batch_size: $prompt_groups_per_step
   data.max_prompt_length: $max_prompt_tokens
@@ -480,8 +496,11 @@ config:
   actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu: $micro
   actor_rollout_ref.actor.ppo_epochs: 1
   actor_rollout_ref.actor.optim.lr: $learning_rate
-  actor_rollout_ref.actor.optim.lr_scheduler_type: $lr_scheduler_type constant=constant constant_with_warmup=constant else=constant
-  actor_rollout_ref.actor.optim.lr_warmup_steps: $warmup_updates
+  actor_rollout_ref.actor.optim.lr_scheduler_type: $lr_scheduler_type constant=constant constant_with_warmup=constant
+    cosine=cosine cosine_with_min_lr=cosine else=constant
+  actor_rollout_ref.actor.optim.min_lr_ratio: $min_lr_rate
+  actor_rollout_ref.actor.optim.lr_warmup_steps: $warmup_steps 0=-1
+  actor_rollout_ref.actor.optim.lr_warmup_steps_ratio: $warmup_ratio
   actor_rollout_ref.actor.optim.betas: $betas
   actor_rollout_ref.actor.optim.weight_decay: $weight_decay
   actor_rollout_ref.actor.optim.clip_grad: $grad_clip_norm 0=1.0e+9
@@ -500,8 +519,119 @@ config:
 factor:
   <<: [*factor, *engine, *model]
   kl_beta!=0: k3 is cut at 10
+  warmup_ratio!=0: its share of the steps is rounded down there, up here
 impossible: *impossible
 fixed: {advantage_eps: 1.0e-6, drop_zero_variance_groups: false, dtype: bfloat16}
+defaults:
+  algorithm.adv_estimator: gae
+  algorithm.norm_adv_by_std_in_grpo: true
+  algorithm.use_kl_in_reward: false
+  algorithm.filter_groups.enable: false
+  algorithm.rollout_correction.rollout_is: null
+  algorithm.rollout_correction.rollout_rs: null
+  algorithm.rollout_correction.bypass_mode: false
+  algorithm.use_pf_ppo: false
+  data.train_batch_size: 1024
+  data.gen_batch_size: null
+  data.apply_chat_template_kwargs: {}
+  data.max_prompt_length: 512
+  data.max_response_length: 512
+  data.train_max_samples: -1
+  data.shuffle: true
+  data.seed: null
+  actor_rollout_ref.model.path: ~/models/deepseek-llm-7b-chat
+  actor_rollout_ref.model.lora_rank: 0
+  actor_rollout_ref.model.lora_alpha: 16
+  actor_rollout_ref.actor.policy_loss.loss_mode: vanilla
+  actor_rollout_ref.actor.loss_agg_mode: token-mean
+  actor_rollout_ref.actor.loss_scale_factor: null
+  actor_rollout_ref.actor.clip_ratio: 0.2
+  actor_rollout_ref.actor.clip_ratio_low: 0.2
+  actor_rollout_ref.actor.clip_ratio_high: 0.2
+  actor_rollout_ref.actor.clip_ratio_c: 3.0
+  actor_rollout_ref.actor.entropy_coeff: 0
+  actor_rollout_ref.actor.use_kl_loss: false
+  actor_rollout_ref.actor.kl_loss_coef: 0.001
+  actor_rollout_ref.actor.kl_loss_type: low_var_kl
+  actor_rollout_ref.actor.ppo_mini_batch_size: 256
+  actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu: null
+  actor_rollout_ref.actor.ppo_epochs: 1
+  actor_rollout_ref.actor.shuffle: false
+  actor_rollout_ref.actor.optim.optimizer: AdamW
+  actor_rollout_ref.actor.optim.lr: 1.0e-6
+  actor_rollout_ref.actor.optim.lr_scheduler_type: constant
+  actor_rollout_ref.actor.optim.min_lr_ratio: 0.0
+  actor_rollout_ref.actor.optim.num_cycles: 0.5
+  actor_rollout_ref.actor.optim.lr_warmup_steps: -1
+  actor_rollout_ref.actor.optim.lr_warmup_steps_ratio: 0.0
+  actor_rollout_ref.actor.optim.betas: [0.9, 0.999]
+  actor_rollout_ref.actor.optim.weight_decay: 0.01
+  actor_rollout_ref.actor.optim.clip_grad: 1.0
+  actor_rollout_ref.rollout.n: 1
+  actor_rollout_ref.rollout.temperature: 1.0
+  actor_rollout_ref.rollout.top_p: 1
+  actor_rollout_ref.rollout.top_k: -1
+  actor_rollout_ref.rollout.multi_turn.enable: false
+  actor_rollout_ref.rollout.do_sample: true
+  actor_rollout_ref.rollout.ignore_eos: false
+  trainer.total_epochs: 30
+  trainer.total_training_steps: null
+  trainer.critic_warmup: 0
+  trainer.v1.trainer_mode: sync
+  reward.reward_model.enable: false
+  distillation.enabled: false
+local: >
+  *._target_ critic.* ref.* distillation.* transfer_queue.* global_profiler.* skip.* ray_kwargs.* ray_init.* sandbox_fusion.* hydra.*
+  model_engine hybrid_engine nccl_timeout fsdp_config.* megatron.* veomni.* automodel.* torchtitan.* checkpoint.* profiler.* qat.*
+  algorithm.gamma algorithm.lam algorithm.kl_penalty kl_ctrl.* pf_ppo.* filter_groups.metric filter_groups.max_*
+  rollout_correction.rollout_is_* rollout_correction.rollout_rs_* rollout_correction.loss_type
+  data.train_files data.val_* tokenizer use_shm prompt_key reward_fn_key return_* *num_workers image_* video_* audio_* trust_remote_code
+  validation_shuffle mm_processor_kwargs data.custom_cls.* filter_overlong_prompts* tool_config_path function_tool_path truncation dataloader_type
+  model.hf_config_path model.tokenizer_path model.custom_chat_template model.external_lib model.override_config* enable_*
+  use_remove_padding target_modules exclude_modules lora_adapter_path use_liger use_fused_kernels fused_kernel_options.* tiled_mlp.* mtp.* model.lora.*
+  actor.rollout_n strategy ppo_micro_batch_size* use_dynamic_bsz ppo_max_token_len_per_gpu freeze_vision_tower calculate_* use_prefix_grouper
+  use_torch_compile data_loader_seed ulysses_sequence_parallel_size entropy_from_logits_* entropy_checkpointing pad_to_length
+  policy_loss.clip_cov_* policy_loss.kl_cov_* policy_loss.ppo_kl_coef policy_loss.dro_beta tau_pos tau_neg optimizer_impl optim.total_training_steps zero_indexed_step override_optimizer_config*
+  rollout.name rollout.mode rollout.nnodes n_gpus_per_node full_determinism rollout.seed prompt_length response_length rollout.dtype
+  gpu_memory_utilization enforce_eager cudagraph_capture_sizes free_cache_engine *_parallel_size max_num_* max_model_len scheduling_policy
+  load_format layered_summon log_prob_* disable_log_stats over_sample_rate multi_stage_wake_up engine_kwargs* val_kwargs.* router_config_path
+  multi_turn.max_* multi_turn.tool_* multi_turn.use_* multi_turn.tokenization_* multi_turn.format multi_turn.num_* agent.* checkpoint_engine.*
+  trace.* skip_tokenizer_init moe_* prometheus.* quantization* disaggregation.* logprobs_mode rollout.mtp rollout.qat
+  balance_batch project_name experiment_name logger log_val_generations *_data_dir trainer.nnodes save_freq test_freq esi_redundant_time
+  resume_* checkpoint_callback_class val_before_train val_only *_hdfs_dir *_local_dir del_local_ckpt_after_load max_*_ckpt_to_keep
+  ray_wait_register_center_timeout trainer.device use_v1 v1.sync* v1.colocate_async.* v1.separate_async.* v1.sampler.* trainer.use_*
+  reward_model.* custom_reward_function.path custom_reward_function.name reward_manager* timeline_json_file
+earlier:
+  actor_rollout_ref.actor.optim.warmup_style: actor_rollout_ref.actor.optim.lr_scheduler_type
+  actor_rollout_ref.actor.grad_clip: actor_rollout_ref.actor.optim.clip_grad
+  algorithm.norm_adv_by_std: algorithm.norm_adv_by_std_in_grpo
+  custom_reward_function.path: reward.custom_reward_function.path
+  custom_reward_function.name: reward.custom_reward_function.name
+  reward_model.enable: reward.reward_model.enable
+lacks:
+  algorithm.adv_estimator: the table has no other estimator
+  algorithm.use_kl_in_reward: the KL is a part of the loss here, set kl_beta
+  algorithm.filter_groups.enable: groups without signal are sampled anew there, set drop_zero_variance_groups and refill
+  algorithm.rollout_correction.rollout_is: a correction for the sampler, set tis
+  algorithm.rollout_correction.rollout_rs: a correction for the sampler, set tis
+  algorithm.rollout_correction.bypass_mode: a correction for the sampler, set tis
+  data.seed: rows are shuffled without a seed there
+  moe_*_loss_coef*: a router gets no loss of its own here
+  data.gen_batch_size: more prompts are sampled than trained there
+  data.train_max_samples: a part of the rows, set max_rows
+  data.apply_chat_template_kwargs*: set chat_template_kwargs
+  actor_rollout_ref.actor.clip_ratio: verl 0.9.1 reads clip_ratio_low and clip_ratio_high, which are 0.2 if they are not set
+  actor_rollout_ref.actor.ppo_epochs: each sample is trained on once here
+  actor_rollout_ref.actor.policy_loss.loss_mode: the table has no other loss
+  actor_rollout_ref.rollout.n: a group of one has nothing to compare with
+  actor_rollout_ref.rollout.multi_turn.enable: give a rollout function
+  reward.reward_kwargs.overlong_buffer_cfg.*: set overlong_buffer
+  reward.reward_model.enable: a reward model, give a reward function that calls it
+  reward.custom_reward_function.reward_kwargs*: arguments of its reward function
+  trainer.v1.trainer_mode: its samples come from earlier weights, see async_rl_loop
+  distillation.enabled: a teacher, see with_teacher
+  actor_rollout_ref.rollout.do_sample: set temperature
+  actor_rollout_ref.rollout.ignore_eos: completions end there at max_response_length
 """)
 SKYRL = read_table("""
 version: 0.4.0
@@ -526,12 +656,13 @@ config:
   trainer.policy.model.lora.rank: $lora_rank
   trainer.policy.model.lora.alpha: $lora_alpha
   trainer.policy.optimizer_config.lr: $learning_rate
-  trainer.policy.optimizer_config.scheduler: $lr_scheduler_type constant=constant constant_with_warmup=constant else=constant
+  trainer.policy.optimizer_config.scheduler: $lr_scheduler_type constant=constant_with_warmup constant_with_warmup=constant_with_warmup
+    linear=linear cosine=cosine inverse_sqrt=inverse_sqrt else=constant_with_warmup
   trainer.policy.optimizer_config.num_warmup_steps: $warmup_updates
   trainer.policy.optimizer_config.adam_betas: $betas
   trainer.policy.optimizer_config.weight_decay: $weight_decay
   trainer.policy.optimizer_config.max_grad_norm: $grad_clip_norm 0=1.0e+9
-  trainer.algorithm.advantage_estimator: grpo
+  trainer.algorithm.advantage_estimator: $estimator grpo=grpo rloo=rloo else=grpo
   trainer.algorithm.grpo_norm_by_std: $advantage_scale std=true none=false else=true
   trainer.algorithm.policy_loss_type: $surrogate ppo=regular dual_clip=dual_clip else=regular
   trainer.algorithm.loss_reduction: $aggregation token_mean=token_mean sequence_mean=sequence_mean
@@ -558,6 +689,108 @@ factor:
   kl_beta!=0 aggregation!=sequence_mean: the KL term is a mean over completions, and k3 is cut at 10
 impossible: *impossible
 fixed: {advantage_eps: 1.0e-6, drop_zero_variance_groups: false, dtype: bfloat16}
+defaults:
+  trainer.train_batch_size: 1024
+  trainer.policy_mini_batch_size: 256
+  trainer.update_epochs_per_batch: 1
+  trainer.max_prompt_length: 512
+  trainer.epochs: 1
+  trainer.max_training_steps: null
+  trainer.seed: 42
+  trainer.update_ref_every_epoch: false
+  trainer.recompute_old_logprobs_per_minibatch: true
+  trainer.policy.model.path: Qwen/Qwen2.5-1.5B-Instruct
+  trainer.policy.model.lora.rank: 0
+  trainer.policy.model.lora.alpha: 16
+  trainer.policy.model.lora.dropout: 0.0
+  trainer.policy.optimizer_config.lr: 1.0e-6
+  trainer.policy.optimizer_config.scheduler: constant_with_warmup
+  trainer.policy.optimizer_config.num_warmup_steps: 0
+  trainer.policy.optimizer_config.adam_betas: [0.9, 0.999]
+  trainer.policy.optimizer_config.weight_decay: 0.01
+  trainer.policy.optimizer_config.max_grad_norm: 1.0
+  trainer.algorithm.advantage_estimator: grpo
+  trainer.algorithm.advantage_batch_normalize: false
+  trainer.algorithm.grpo_norm_by_std: true
+  trainer.algorithm.policy_loss_type: regular
+  trainer.algorithm.loss_reduction: token_mean
+  trainer.algorithm.max_seq_len: null
+  trainer.algorithm.eps_clip_low: 0.2
+  trainer.algorithm.eps_clip_high: 0.2
+  trainer.algorithm.clip_ratio_c: 3.0
+  trainer.algorithm.use_kl_loss: true
+  trainer.algorithm.use_kl_in_reward: false
+  trainer.algorithm.kl_loss_coef: 0.001
+  trainer.algorithm.kl_estimator_type: k3
+  trainer.algorithm.use_entropy_loss: false
+  trainer.algorithm.use_tis: false
+  trainer.algorithm.zero_variance_filter: false
+  trainer.algorithm.dynamic_sampling.type: null
+  trainer.algorithm.off_policy_correction.tis_ratio_type: null
+  trainer.algorithm.off_policy_correction.sequence_mask_metric: null
+  trainer.algorithm.off_policy_correction.outlier_token_is_threshold_low: null
+  trainer.algorithm.off_policy_correction.outlier_token_is_threshold_high: null
+  trainer.algorithm.off_policy_correction.token_mask_is_threshold_low: null
+  trainer.algorithm.off_policy_correction.token_mask_is_threshold_high: null
+  trainer.algorithm.enable_sample_support_replay: false
+  trainer.fully_async.enabled: false
+  trainer.mtp.enabled: false
+  generator.n_samples_per_prompt: 5
+  generator.max_turns: 1
+  generator.sampling_params.max_generate_length: 1024
+  generator.sampling_params.temperature: 1.0
+  generator.sampling_params.top_p: 1.0
+  generator.sampling_params.top_k: -1
+  generator.sampling_params.min_p: 0.0
+  generator.sampling_params.repetition_penalty: 1.0
+  generator.sampling_params.stop: null
+  generator.sampling_params.additional_kwargs: null
+  generator.apply_overlong_filtering: false
+  generator.zero_reward_on_non_stop: false
+  generator.step_wise_trajectories: false
+  generator.chat_template_kwargs: {}
+local: >
+  critic.* ref.* critic_* micro_*_per_gpu max_tokens_per_microbatch placement.* data.* eval_* log_* ckpt_* hf_save_interval export_path
+  max_ckpts_to_keep resume_* project_name run_name logger tags dump_* print_* num_logger_* enable_ray_gpu_monitor *sequence_parallel*
+  strategy use_expandable_segments gradient_checkpointing* bf16 remove_microbatch_padding use_sample_packing flash_attn disable_fast_tokenizer
+  vocab_entropy_* fused_* logprobs_chunk_size policy.fsdp_config.* policy.megatron_config.* policy.model_config_kwargs* *profiler* use_torch_compile
+  record_memory language_model_only inference_only_init offload_after_step lora.lora_sync_path lora.sync_mode lora.target_modules
+  lora.exclude_modules lora.init_method lora.share_expert_adapters lora.max_* fake_int4_qat.* algorithm.gamma algorithm.lambd algorithm.value_*
+  kl_ctrl.* entropy_loss_coef algorithm.temperature zero_variance_filter_tol tis_imp_ratio_cap *_tis_ratio_clip_high geo_mask_* product_mask_*
+  sapo.* clip_cov.* kl_cov.* cispo.* dppo.* dynamic_sampling.max_* dynamic_sampling.min_* fully_async.* mtp.* inference_engine.*
+  num_inference_engines inference_engine_* generator.backend generator.batched weight_sync_backend async_engine gpu_memory_utilization
+  enforce_eager enable_http_endpoint http_endpoint_* run_engines_locally enable_prefix_caching enable_chunked_prefill max_num_* model_dtype
+  remote_inference_engine_urls vllm_v1_disable_multiproc engine_init_kwargs* generator.max_input_length generator.chat_template.*
+  generator.use_* append_eos_* eval_n_samples_per_prompt vision_language_generator merge_stepwise_output sampling_params.logprobs
+  environment.* trainer.model_config_kwargs* target_modules
+earlier:
+  trainer.policy.model.lora.lora_rank: trainer.policy.model.lora.rank
+  trainer.target_modules: trainer.policy.model.lora.target_modules
+  trainer.algorithm.ppo_loss_type: trainer.algorithm.policy_loss_type
+  trainer.algorithm.kl_estimator: trainer.algorithm.kl_estimator_type
+  generator.max_generate_length: generator.sampling_params.max_generate_length
+lacks:
+  trainer.algorithm.advantage_estimator: the table has no other estimator
+  trainer.algorithm.advantage_batch_normalize: advantages are not scaled over the batch
+  trainer.algorithm.policy_loss_type: the table has no other loss
+  trainer.algorithm.use_kl_in_reward: the KL is a part of the loss here, set kl_beta
+  trainer.algorithm.use_entropy_loss: its mean is taken over the tokens of a micro-batch there, set entropy_coeff
+  trainer.algorithm.use_tis: a correction for the sampler, set tis
+  trainer.algorithm.off_policy_correction.tis_ratio_type: a correction for the sampler, set tis
+  trainer.algorithm.off_policy_correction.sequence_mask_metric: a correction for the sampler, set tis
+  trainer.algorithm.off_policy_correction.outlier_*: a correction for the sampler, set tis
+  trainer.algorithm.off_policy_correction.token_mask_*: a correction for the sampler, set tis
+  trainer.algorithm.zero_variance_filter: set drop_zero_variance_groups
+  trainer.algorithm.dynamic_sampling.type: prompts are sampled anew there, set drop_zero_variance_groups and refill
+  trainer.policy.optimizer_config.scheduler: constant is the same without a warm-up, others are read as constant
+  trainer.algorithm.max_seq_len: it divides by this number, here by max_completion_tokens
+  trainer.update_epochs_per_batch: each sample is trained on once here
+  trainer.fully_async.enabled: its samples come from earlier weights, see async_rl_loop
+  generator.n_samples_per_prompt: a group of one has nothing to compare with
+  generator.max_turns: give a rollout function
+  generator.zero_reward_on_non_stop: write it into the reward function
+  generator.chat_template_kwargs*: set chat_template_kwargs
+  generator.sampling_params.stop: set stop
 """)
 
 # %% ../../nbs/recipes/08_conversion.ipynb #2f0a37a6
@@ -610,6 +843,80 @@ impossible:
   kl_beta: its KL term pulls to the sampler, and is off
   top_p: it samples with 1
 fixed: {aggregation: token_mean, anchor: rollout, dppo_cap: 1.0e+9, dtype: bfloat16, kl_beta: 0.0, seed: null, shuffle: false}
+defaults:
+  model.name: Qwen/Qwen3-0.6B
+  seq_len: 2048
+  max_steps: null
+  orchestrator.group_size: 1
+  orchestrator.max_off_policy_steps: 8
+  orchestrator.algo.type: grpo
+  orchestrator.token_batch_size: null
+  orchestrator.train.filter_zero_advantages: true
+  orchestrator.train.sampling.temperature: 1.0
+  orchestrator.train.sampling.max_completion_tokens: null
+  orchestrator.train.sampling.extra_body.top_k: -1
+  orchestrator.train.sampling.extra_body.min_p: 0.0
+  orchestrator.train.sampling.extra_body.repetition_penalty: 1.0
+  trainer.model.lora.rank: 0
+  trainer.model.lora.alpha: 32.0
+  trainer.loss.type: default
+  trainer.loss.dppo_mask_low: 0.2
+  trainer.loss.dppo_mask_high: 0.2
+  trainer.loss.adv_tau: 1.0
+  trainer.loss.kl_tau: 0.001
+  trainer.optim.type: adamw
+  trainer.optim.lr: 1.0e-6
+  trainer.optim.betas1: 0.9
+  trainer.optim.betas2: 0.999
+  trainer.optim.weight_decay: 0.01
+  trainer.optim.max_norm: 1.0
+  trainer.scheduler.type: constant
+  trainer.scheduler.warmup_steps: 10
+  trainer.scheduler.decay_steps: 10
+  trainer.scheduler.min_lr: 0.0
+local: >
+  deployment.* slurm.* run.* output_dir clean log.* ckpt.* ckpt resume* monitors.* wandb.* tokenizer.* weight_broadcast.* rollout_transport.*
+  dry_run env_vars.* inference inference.* orchestrator.renderer.* renderer.* client.* heartbeat.* concurrency.* collect_inference_metrics
+  inference_metrics_roles tasks_per_minute env_server_base_port num_train_workers pad_to_multiple_of orchestrator.eval.* eval.* eval
+  trainer.model.[!nl]* trainer.data.* matmul_precision enable_router_replay memory_profiler_path gc.* gc trace_path dist_timeout_seconds
+  metrics_server.* enable_token_export trainer trainer.model model.vlm.* trust_remote_code lora.name lora.dropout lora.target_modules
+  lora.modules_to_save *_gpu_ids gpus_per_node max_inflight_* bench job_name project_dir trainer.log.* wandb orchestrator
+earlier:
+  trainer.model.name: model.name
+  orchestrator.model.name: model.name
+  inference.model.name: model.name
+  trainer.model.seq_len: seq_len
+  orchestrator.seq_len: seq_len
+  trainer.max_steps: max_steps
+  orchestrator.max_steps: max_steps
+  orchestrator.rollouts_per_example: orchestrator.group_size
+  orchestrator.max_async_level: orchestrator.max_off_policy_steps
+  max_async_level: orchestrator.max_off_policy_steps
+  orchestrator.sampling.max_tokens: orchestrator.train.sampling.max_completion_tokens
+  orchestrator.sampling.max_completion_tokens: orchestrator.train.sampling.max_completion_tokens
+  orchestrator.sampling.temperature: orchestrator.train.sampling.temperature
+  orchestrator.train.sampling.max_tokens: orchestrator.train.sampling.max_completion_tokens
+  orchestrator.model.lora.rank: trainer.model.lora.rank
+  orchestrator.model.lora.alpha: trainer.model.lora.alpha
+  trainer.model.experimental.lora.rank: trainer.model.lora.rank
+  trainer.model.experimental.lora.alpha: trainer.model.lora.alpha
+lacks:
+  orchestrator.group_size: a group of one has nothing to compare with
+  orchestrator.batch_size: it counts completions, and there are prompt_groups_per_step x completions_per_prompt here
+  orchestrator.token_batch_size: a step is a number of completions here
+  orchestrator.max_off_policy_steps: samples come from earlier weights there, see async_rl_loop
+  orchestrator.algo.type: advantages are those of GRPO there, without a division by the standard deviation
+  orchestrator.algo.*: of the algorithm
+  orchestrator.advantage*: advantages are those of GRPO there, without a division by the standard deviation
+  orchestrator.train.source: an environment, give rows and reward functions
+  orchestrator.env*: an environment, give rows and reward functions
+  orchestrator.buffer.*: rows are chosen by their rewards there
+  orchestrator.filters*: completions are left out there
+  orchestrator.train.sampling.max_completion_tokens: without it a completion ends with the context
+  trainer.loss.type: the table has no other loss
+  trainer.loss.kl_tau: its KL term pulls to the sampler
+  trainer.loss.adv_tau: a factor on the advantages
+  trainer.loss.*: of an earlier version, or of another loss
 """)
 TINKER = read_table("""
 version: 0.6.1
@@ -622,7 +929,8 @@ config:
   temperature: $temperature
   lora_rank: $adapter_rank
   loss_fn: $surrogate importance_sampling=importance_sampling ppo=ppo cispo=cispo grpo=importance_sampling else=ppo
-  loss_fn_config: $ratio_bounds
+  loss_fn_config.clip_low_threshold: $ratio_low
+  loss_fn_config.clip_high_threshold: $ratio_high
   kl_penalty_coef: 0.0
   num_substeps: $ppo_n_minibatches
   num_epochs: $epochs
@@ -646,41 +954,106 @@ impossible:
   lora_alpha: the service sets it
 fixed: {advantage_scale: none, aggregation: sum, anchor: rollout, adam_beta2: 0.95, weight_decay: 0.0, grad_clip_norm: 0.0,
   dtype: bfloat16, kl_beta: 0.0, lora_alpha: 32.0}
+defaults:
+  recipe_name: rl_notebook
+  temperature: 1.0
+  lora_rank: 32
+  loss_fn: importance_sampling
+  loss_fn_config: null
+  loss_fn_config.clip_low_threshold: null
+  loss_fn_config.clip_high_threshold: null
+  kl_penalty_coef: 0.0
+  kl_discount_factor: 0.0
+  num_substeps: 1
+  num_epochs: 1
+  max_steps: null
+  remove_constant_reward_groups: false
+  load_checkpoint_path: null
+  async_config: null
+  max_steps_off_policy: null
+  stream_minibatch_config: null
+  rows.shuffle: true
+  rows.seed: 0
+  max_turns: 1
+  termination: null
+local: >
+  recipe_name log_path eval_* save_every evaluator_builders* renderer_name wandb_* session_name compute_post_kl enable_trace span_chart_every
+  base_url rollout_error_tolerance num_groups_to_log rollout_json_export behavior_if_log_dir_exists kl_reference_config* ttl_seconds
+  dataset_builder.model_name_for_tokenizer dataset_builder.renderer_name rolling_* user_metadata* *_every log_* model_name_for_tokenizer
+earlier:
+  groups_per_batch: rows.batch_size
+  batch_size: rows.batch_size
+  dataset_builder.batch_size: rows.batch_size
+  dataset_builder.groups_per_batch: rows.batch_size
+  group_size: rows.group_size
+  dataset_builder.group_size: rows.group_size
+  seed: rows.seed
+  train_group_size: rows.group_size
+  dataset_builder.seed: rows.seed
+  shuffle: rows.shuffle
+lacks:
+  kl_penalty_coef: its KL penalty is a part of the reward
+  kl_discount_factor: its KL penalty is a part of the reward
+  async_config*: samples come from earlier weights there, see async_rl_loop
+  max_steps_off_policy: samples come from earlier weights there, see async_rl_loop
+  stream_minibatch_config*: parts of a step are trained as soon as they are sampled there, see async_rl_loop
+  load_checkpoint_path: weights of its service
+  loss_fn: the table has no other loss
+  dataset_builder*: an environment, give rows and reward functions
+  env: an environment, give rows and reward functions
 """)
 TABLES = {"trl": TRL, "verl": VERL, "prime-rl": PRIME_RL, "skyrl": SKYRL, "tinker": TINKER}
 
 
 def read_settings(table: Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-    "What the settings of a trainer mean, by our names."
-    values = {
-        slot.setting: slot.ours(settings[slot.name])
-        for slot in table.slots
-        if slot.name in settings
-    }
+    "What the settings of a trainer mean, by our names; those that are left out have its defaults."
+    given = {**table.defaults, **settings}
+    slots = [slot for slot in reversed(table.slots) if slot.name in given]  # the first wins
+    values = {slot.setting: slot.ours(given[slot.name]) for slot in slots}
     if "completions" in values:
-        prompts = values["completions"] // values["completions_per_prompt"]
-        values["prompt_groups_per_step"] = prompts
+        values["prompt_groups_per_step"] = values["completions"] // values["completions_per_prompt"]
     if "prompts_of_update" in values:
-        updates = values["prompt_groups_per_step"] // values["prompts_of_update"]
+        updates = max(values["prompt_groups_per_step"] // values["prompts_of_update"], 1)
         beta1, beta2 = values["betas"]
         values |= {"adam_beta1": beta1, "adam_beta2": beta2, "ppo_n_minibatches": updates}
-        values["warmup_steps"] = values["warmup_updates"] // updates
+        values["max_seq_len"] = values["max_prompt_tokens"] + values["max_completion_tokens"]
+        values.setdefault("warmup_steps", values.get("warmup_updates", 0) // updates)
     if "adapter_rank" in values:
         values["lora_rank"] = values["adapter_rank"]
-    warmup = values.get("schedule_warmup", values.get("warmup_steps", 0))
-    is_flat = values.get("schedule_decay") == 0
-    if warmup and (values.get("lr_scheduler_type") == "constant" or is_flat):
-        values["lr_scheduler_type"] = "constant_with_warmup"
+    if values.get("estimator") == "rloo":
+        values["advantage_scale"] = "loo"
+    if values.get("micro"):
+        values["max_samples_per_fwd_bwd"] = values["micro"]
+    return values
+
+
+def read_learning(table: Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+    "The settings of a config that mean what a trainer's settings mean."
+    values = read_settings(table, settings)
+    schedule = values.get("lr_scheduler_type", "constant")
+    if "schedule_warmup" in values and schedule != "constant":
+        values["warmup_steps"] = values["schedule_warmup"]
+    warms = values.get("warmup_steps") or values.get("warmup_ratio")
+    if schedule == "linear" and values.get("schedule_decay") == 0:
+        schedule = "constant"
+    if schedule in ("constant", "constant_with_warmup"):
+        schedule = "constant_with_warmup" if warms else "constant"
+    elif values.get("min_lr_rate"):
+        schedule = "cosine_with_min_lr"
+    values["lr_scheduler_type"] = schedule
     if not values.get("kl_on", True):
         values["kl_beta"] = 0.0
-    values["warmup_steps"] = warmup
     surrogate = values.get("surrogate", "ppo")
-    if surrogate == "dppo_tv" and values.get("dppo_low", 0) >= 1 <= values.get("dppo_high", 0):
+    if surrogate == "dppo_tv" and values["dppo_low"] >= 1 <= values["dppo_high"]:
         surrogate = "importance_sampling"
+    if values.get("surrogate") == "ppo":
+        values["eps_clip_c"] = None
     values["policy_loss"] = "ppo" if surrogate == "dual_clip" else surrogate
-    if bounds := values.get("ratio_bounds"):
-        low = 1 - bounds["clip_low_threshold"]
-        values |= {"eps_clip": low, "eps_clip_high": bounds["clip_high_threshold"] - 1}
+    if values.get("ratio_low") is not None and values.get("ratio_high") is not None:
+        values["eps_clip"] = 1 - values["ratio_low"]
+        values["eps_clip_high"] = values["ratio_high"] - 1
+    if not values.get("lora_rank"):
+        values.pop("lora_alpha", None)
     defaults = {**Config().flat(), **table.fixed}
     read = {name: values.get(name, default) for name, default in defaults.items()}
     unread = {*SURROGATE_PARAM_NAMES} - {*SURROGATE_PARAMS[read["policy_loss"]]}
@@ -774,10 +1147,10 @@ def convert(
             got = f"{prompts} prompts in {cfg.ppo_n_minibatches} updates"
             values["prompts_of_update"] = equal_share(prompts, cfg.ppo_n_minibatches, 1, got)
         settings = table.fill(values)
-        there = learning_settings(read_settings(table, settings))
+        there = learning_settings(read_learning(table, settings))
         if there["policy_loss"] != here["policy_loss"]:  # without the bounds of another loss
-            values |= dict.fromkeys([*SURROGATE_PARAM_NAMES, "ratio_bounds"])
+            values |= dict.fromkeys([*SURROGATE_PARAM_NAMES, "ratio_low", "ratio_high"])
             settings = table.fill(values)
-            there = learning_settings(read_settings(table, settings))
+            there = learning_settings(read_learning(table, settings))
     carried = tuple(compare_there(table, values, here, there))
     return Conversion(trainer, table.version, settings, there, carried)
