@@ -1208,9 +1208,14 @@ def emulate_parser() -> CommandParser:
     return parser
 
 
+# torch's threads wait without spinning where a service and its client may share the cores
+SHARED_CORES = ("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def run_emulate(args: Sequence[str]) -> int:  # exit code
     "Serve until an interrupt."
     options = emulate_parser().parse_args(args)
+    os.environ.setdefault(*SHARED_CORES)
     from rl_notebook.emulator.service import start_emulator
 
     emulator = start_emulator(
@@ -1242,6 +1247,7 @@ def run_check(args: Sequence[str]) -> int:  # exit code
     if {"-h", "--help"} & set(args):
         print(CHECK)
         return 0
+    os.environ.setdefault(*SHARED_CORES)
     from rl_notebook.recipes.open import check_backend
     from rl_notebook.runs.records import replace_text
     from rl_notebook.views.check import check_html, summarize
