@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from rl_notebook.core.types import Datum, PromptGroup
 from rl_notebook.core.datums import datums_from_groups
@@ -115,6 +116,38 @@ def decoding_elsewhere(run: Run, position: int) -> None:
         return forward(*args, **kwargs)
 
     run.server.model.forward = misplaced
+
+
+async def cache_of_older_weights(run: Run, updates: int) -> None:
+    "The server reads prompts from a cache of keys and values that earlier weights have made."
+    older = copy.deepcopy(run.server.model)
+    await run.update(updates)
+    generate = run.server.model.generate
+
+    def cached(ids: torch.Tensor, **options: Any) -> Any:
+        empty = DynamicCache(config=older.config)
+        with torch.no_grad():
+            cache = older(ids[:, :-1], use_cache=True, past_key_values=empty).past_key_values
+        return generate(ids, past_key_values=cache, **options)
+
+    run.server.model.generate = cached
+
+
+class CacheOf8Bits(DynamicCache):
+    "Keeps keys and values in 8 bits; a prompt is computed with those that it has just made."
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *where: Any, **how: Any) -> Any:
+        rounded = [x.to(torch.float8_e4m3fn).to(x.dtype) for x in (keys, values)]
+        kept = super().update(*rounded, *where, **how)
+        return kept if keys.shape[-2] == 1 else (keys, values)
+
+
+def kept_in_8_bits(run: Run) -> None:
+    generate = run.server.model.generate
+    config = run.server.model.config
+    run.server.model.generate = lambda ids, **options: generate(
+        ids, past_key_values=CacheOf8Bits(config=config), **options
+    )
 
 
 async def adapter_left_behind(run: Run, updates: int) -> None:
@@ -228,6 +261,22 @@ def eos_has_no_logprob(groups: Sequence[PromptGroup]) -> list[Datum]:
     )
 
 
+def end_appended(groups: Sequence[PromptGroup]) -> list[Datum]:
+    "Completions that were cut get an end token, with a logprob of 0."
+    cut = [s.finish_reason != "stop" for g in groups for s in g.samples]
+    return [
+        replace(
+            d,
+            tokens=np.r_[d.tokens, 2],
+            weights=np.r_[d.weights, 1.0],
+            sampler_logprobs=np.r_[d.sampler_logprobs, 0.0],
+        )
+        if is_cut
+        else d
+        for d, is_cut in zip(datums_from_groups(groups), cut, strict=True)
+    ]
+
+
 def prompt_in_mask(groups: Sequence[PromptGroup]) -> list[Datum]:
     filled = [
         replace(d, sampler_logprobs=np.nan_to_num(d.sampler_logprobs))
@@ -261,6 +310,8 @@ FAULTS: dict[str, Fault] = {
     "the server penalises repetition, in half precision":
         Fault(BIAS, lambda run: force_sampling(run, repetition_penalty=1.3), World(dtype="bfloat16", seed=3)),
     "the server cuts, in half precision": Fault(CUT, lambda run: force_sampling(run, top_k=3), World(dtype="bfloat16", seed=5)),
+    "the server has its own temperature, cut and penalty":
+        Fault((*TEMPERATURE, *CUT, *BIAS), lambda run: force_sampling(run, temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05)),
     "another template": Fault(TEXT, templated),
     "the server adds bos to everything": Fault(TEXT, lambda run: set_fields(run.server, prefix=(run.tokenizer.bos_token_id,))),
     "the server puts a token of the template in front": Fault(TEXT, lambda run: set_fields(run.server, prefix=(4,))),
@@ -274,6 +325,9 @@ FAULTS: dict[str, Fault] = {
     "the feed-forward layers do not travel":
         Fault(PART, lambda run: part_left_behind(run, "mlp", 4), World(learning_rate=2e-4)),
     "the server decodes at another position": Fault(("decoding",), lambda run: decoding_elsewhere(run, 3)),
+    "the server reads prompts from a cache of older weights":
+        Fault(("decoding",), lambda run: cache_of_older_weights(run, 4), World(learning_rate=3e-4)),
+    "the server keeps keys and values in 8 bits": Fault(("decoding",), kept_in_8_bits),
     "the server computes in half precision":
         Fault(DTYPE, lambda run: set_fields(run.server, model=cast_parameters(run.server.model, torch.bfloat16))),
     "the server has weights of 4 bits": Fault((NONE,), lambda run: run.server.alter(partial(quantised, bits=4))),
@@ -289,6 +343,7 @@ FAULTS: dict[str, Fault] = {
     "logprobs of another group": Fault(("wrong group",), use_collate(of_next_group)),
     "logprobs by arrival": Fault(("rows permuted",), use_collate(by_arrival)),
     "eos has no logprob": Fault(("non-finite",), use_collate(eos_has_no_logprob)),
+    "an end token is appended": Fault(("filled in",), use_collate(end_appended), World(max_tokens=8)),
     "the prompt is trained": Fault(("mask leak",), use_collate(prompt_in_mask)),
     "another reference": Fault(("wrong reference",), other_reference, World(warm_up=0)),
     "a step": Fault((CLEAN,), lambda run: None),

@@ -110,14 +110,11 @@ def leaked_or_sampled(
         (e.datums[row].group, past)
         for row, past in zip(e.row[first], e.prefix_hashes(False)[first], strict=True)
     ]
-    table: Any = pd.DataFrame({"prompt": of, "token": e.token[first], "p": e.p[first]})
+    table: Any = pd.DataFrame({"prompt": of, "token": e.token[first]})
     if np.r_[empty[1:] & ~first[1:], False][first].mean() > MIN_LIKELY:  # more than one token each
         return [("mask leak", 1.0, "")]
     if table.groupby("prompt")["token"].nunique().max() > 1:
         return [("filled in", 1.0, ", different ones behind the same prompt: they were sampled")]
-    # the policy would not sample the same first token this often
-    if np.exp(table["p"][table.duplicated("prompt")].sum()) <= MAX_CHANCE:
-        return [("mask leak", 1.0, ", the same ones behind the same prompt")]
     return [(cause, AMBIGUOUS_SCORE, ", sampled or not") for cause in ("mask leak", "filled in")]
 
 
@@ -170,12 +167,11 @@ def other_tokens(e: Evidence) -> Iterator[CauseFinding]:
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #e292d380
 def by_row(e: Evidence, series: np.ndarray, width: int) -> np.ndarray:
     "(R, width) a flat series with one line per datum, cut at `width`, NaN where the datum ends."
-    counts = np.bincount(e.row, minlength=len(e.datums))
-    column = np.arange(len(e.row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table = np.full((len(counts), width), np.nan)
-    here = column < width
-    table[e.row[here], column[here]] = series[here]
-    return table
+    column = pd.Series(e.row).groupby(e.row).cumcount().to_numpy()
+    table: Any = pd.DataFrame({"row": e.row, "column": column, "x": series}).pivot(
+        index="row", columns="column", values="x"
+    )
+    return table.reindex(range(len(e.datums))).to_numpy()[:, :width]
 
 
 def nearest_row(e: Evidence, row: int, tried: np.ndarray) -> tuple[int, float]:
@@ -292,7 +288,7 @@ def less_shared(gaps: Sequence[np.ndarray]) -> np.ndarray:
 def other_logits(e: Evidence) -> Iterator[CauseFinding]:
     "What the tokens of one place say, as far as both sides scored them."
     places = both_scored(e)
-    if len(places) < 2 or not differs(e):
+    if len(places) < 2:
         return
     agreed_temperature = e.provenance.trainer_temperature or 1.0  # at which the two should agree
     within = less_shared([s - p / agreed_temperature for s, p in places])
@@ -357,7 +353,7 @@ def bias_or_penalty(e: Evidence) -> Iterator[CauseFinding]:
     tol = coarser_rounding(e).largest
     off = list[tuple[int, bool, float]]()  # token, whether it was said before, nats
     places = 0
-    for listing in e.listings if differs(e) else ():
+    for listing in e.listings:
         new = listing.is_listed & ~listing.is_repeated
         if new.sum() < 2:
             continue
@@ -372,11 +368,20 @@ def bias_or_penalty(e: Evidence) -> Iterator[CauseFinding]:
     tokens, repeated, gaps = (np.array(x) for x in zip(*off, strict=True))
     if repeated.all() and (gaps < 0).all():
         text = f"tokens that were said before are up to {-gaps.min():.2g} nats less likely for the sampler, beside others of the same place"
-    elif len(np.unique(tokens)) == 1:
-        text = f"token {tokens[0]} alone differs, by {gaps.mean():+.2g} nats for the sampler, beside others of the same place"
+    elif has_bias_of_its_own(tokens, gaps, tol):
+        each = pd.Series(gaps).groupby(tokens).mean()
+        numbers = " and ".join(f"token {token} by {gap:+.2g} nats" for token, gap in each.items())
+        text = f"beside others of the same place the sampler changes {numbers}, and no others"
     else:
         return
     yield CauseFinding("bias or penalty", 1.0, text, {"places": places})
+
+
+def has_bias_of_its_own(tokens: np.ndarray, gaps: np.ndarray, tolerance: float) -> bool:
+    "Whether it is one token that differs, or each by the same number wherever it stands, and twice on average."
+    by_token: Any = pd.Series(gaps).groupby(tokens)
+    is_steady = (by_token.max() - by_token.min()).max() <= 2 * tolerance
+    return len(by_token) == 1 or bool(is_steady and len(gaps) >= 2 * len(by_token))
 
 
 def one_level(
@@ -435,33 +440,18 @@ def may_be_cut(e: Evidence, tolerance: float) -> bool:
 MAX_UNLISTED_SCORE = 0.85
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5c0a361e
-def other_temperature(e: Evidence) -> Iterator[CauseFinding]:
-    "The record says that tokens were sampled at another temperature than the one at which both sides score them."
+def claimed_temperatures(e: Evidence) -> Iterator[CauseFinding]:
+    "The record says that tokens were sampled at another temperature than the one at which they are scored."
     sampled = e.provenance.sampler_temperature
     scored = e.provenance.trainer_temperature
-    if not differs(e) and sampled and scored and sampled != scored:  # 0 is greedy
-        text = f"both sides score at {scored:g} and agree, but the tokens were sampled at {sampled:g}, as recorded"
-        yield CauseFinding(
-            "temperature", 1.0, f"{text}: their logprobs are not those that they were sampled with"
-        )
-
-
-def from_series(e: Evidence) -> Iterator[CauseFinding]:
-    "A temperature, or a cut, from the two series and what is claimed of them."
-    claimed = {
-        x
-        for x in (e.provenance.trainer_temperature, e.provenance.sampler_temperature)
-        if x is not None
-    }
-    if len(claimed) > 1:
-        yield CauseFinding(
-            "temperature", AMBIGUOUS_SCORE, f"sampled and scored at {sorted(claimed)}"
-        )
-    elif explained(e.gap, e.flat(e.raw) - e.p, token_tolerance(e)) >= MIN_SURE:  # a cut lowers none
-        is_cut = not beyond(np.minimum(e.gap, 0), finer_rounding(e))
-        text = "the sampler's raw logprobs are the trainer's, and its others are not"
-        for cause in ("top-p or top-k",) if is_cut else ("temperature", "bias or penalty"):
-            yield CauseFinding(cause, AMBIGUOUS_SCORE, text)
+    if not sampled or not scored or sampled == scored:  # 0 is greedy
+        return
+    text = f"sampled at temperature {sampled:g} and scored at {scored:g}, as recorded"
+    agree = (
+        ", and yet both sides agree: their logprobs are not those that the tokens were sampled with"
+    )
+    score = AMBIGUOUS_SCORE if differs(e) else 1.0
+    yield CauseFinding("temperature", score, text if differs(e) else f"{text}{agree}")
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2cab0719
 MIN_GAIN = -float(np.log(MAX_FALSE_ALARM_RATE))  # nats, for each of three alternatives
@@ -582,7 +572,11 @@ def vocabulary(e: Evidence) -> Iterator[CauseFinding]:
     known = np.isfinite(e.gap)
     absurd = known & (e.p < -np.log(ids)) & (e.s > -np.log(ids))
     share = excess(e.gap[absurd], 0.0) * absurd.sum() / max(excess(e.gap, 0.0) * known.sum(), 1e-12)
-    if differs(e) and absurd.sum() >= MIN_TOKENS_OFF:
+    # an id with another meaning is absurd wherever it stands
+    of_these_ids = known & np.isin(e.token, e.token[absurd])
+    if absurd.sum() <= MIN_LIKELY * of_these_ids.sum():
+        share /= 2
+    if absurd.sum() >= MIN_TOKENS_OFF:
         at = np.flatnonzero(absurd).tolist()
         text = f"{len(at)} tokens are less likely than 1 in {ids} for the trainer, which is {share:.0%} of the gap"
         # another prompt surprises, too
@@ -612,27 +606,17 @@ def repeated(e: Evidence) -> Iterator[CauseFinding]:
         yield CauseFinding("dropout", min(1.0, share), text, {"twice": size(twice).largest})
     elif beyond(alone, rounding(e.provenance.trainer_dtype or "float32")):
         text = "rows scored alone say what the sampler says"
-        result = score_prediction(e, "padding side", e.s - e.flat("policy alone"), text)
-        yield result
-        if result.score < MIN_SURE:
-            text = "rows alone and among others differ, and neither is the sampler's: a fixed seed, perhaps"
-            yield CauseFinding("dropout", MIN_LIKELY, text)
+        yield score_prediction(e, "padding side", e.s - e.flat("policy alone"), text)
 
 
 def self_contradiction(e: Evidence) -> Iterator[CauseFinding]:
-    "The same of a record: between rows that begin alike, or between the pass with gradients and the pass before it."
+    "The same of a record, between rows that begin alike."
     allowed = finer_rounding(e).largest
     same, other = contradiction(e, e.p)
     if "policy again" not in e.controls and contradiction(e, e.s)[1] <= allowed < other:
         text = f"the same token behind the same prefix differs by up to {other:.2g} nats for the trainer"
         cause = "dropout" if same > allowed else "padding side"
         yield CauseFinding(cause, AMBIGUOUS_SCORE, text, {"largest": other})
-    off = e.flat(e.gradients) - e.p
-    if beyond(off, finer_rounding(e)) and not differs(e):
-        same, other = contradiction(e, e.flat(e.gradients))
-        text = f"with the same weights the pass with gradients differs by up to {size(off).largest:.2g} nats"
-        cause = "padding side" if same <= allowed < other else "dropout"
-        yield CauseFinding(cause, AMBIGUOUS_SCORE, text)
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #878dc9b7
 def stale_weights(e: Evidence) -> Iterator[CauseFinding]:
@@ -656,11 +640,8 @@ def stale_weights(e: Evidence) -> Iterator[CauseFinding]:
             finding = replace(finding, text=f"{finding.text}; {text}")
         yield replace(finding, score=min(finding.score, most))
     if changed > MIN_LIKELY * there:
-        raw = e.flat(e.raw)
-        is_raw = t != 1 and np.isfinite(raw).any()
-        recorded_change = raw - before if is_raw else e.s - nearest_at(before, t, e.s)
         text = "the sampler says it until a sync, and after it what the trainer says"
-        left = recorded_change + nearest_at(after, t, today) - today
+        left = said_otherwise(e) + nearest_at(after, t, today) - today
         yield score_prediction(e, "stale weights", left, text)
     if changed > (1 - MIN_SURE) * there:
         moved = size(after - before).mean
@@ -838,7 +819,7 @@ def dtype_or_batching(e: Evidence) -> Iterator[CauseFinding]:
     "Rounding of one side: no more than 16 bits make, and without a direction."
     finer = finer_rounding(e)
     too_large = beyond(e.gap, rounding_here(e, "bfloat16"))
-    if e.provenance.agreed or too_large or not beyond(e.gap, finer) or direction(e):
+    if too_large or not beyond(e.gap, finer) or direction(e):
         return
     again = e.flat("sampler") - e.flat("policy")
     is_asked = e.provenance.trainer_temperature in (None, 1.0) and np.isfinite(again).any()
@@ -859,15 +840,11 @@ def dtype_or_batching(e: Evidence) -> Iterator[CauseFinding]:
 
 def unexplained_gap(e: Evidence) -> Iterator[CauseFinding]:
     "What a record alone leaves open, and what it may be."
-    if not differs(e) or "policy" in e.controls:
+    if "policy" in e.controls:
         return
     text = f"a scatter of {np.nanstd(e.gap):.2g} nats around {np.nanmean(e.gap):+.2g}"
     left = ["stale weights", "BOS or template"]
     left = left if size(e.gap).largest <= MIN_TEMPLATE_GAP else left[::-1]  # the likelier first
-    if e.provenance.agreed:  # so it is nothing that is the same in every step
-        text = f"{text}, and both sides agree in an earlier step; the record alone cannot tell"
-        yield CauseFinding("stale weights", AMBIGUOUS_SCORE, text)
-        return
     if e.provenance.untrained:
         left = ["BOS or template"]
         text = f"such as another prompt makes while the policy is still its reference, {text}"
@@ -972,15 +949,15 @@ KNOWN_CAUSES = (
         "at every place, the differences between the tokens' logprobs are multiplied by the same factor",
         "listing; places where completions of one prompt part; resample",
         "Divide the logits by the sampling temperature on both sides, or on neither.",
-        signs=(other_logits, from_series),
-        signs_without_gap=(other_temperature, sampled_otherwise),
+        signs=(other_logits,),
+        signs_without_gap=(claimed_temperatures, sampled_otherwise),
     ),
     KnownCause(
         "top-p or top-k",
         "at one place, all tokens' s are higher than p by the same number",
         "listing; raw logprobs; resample",
         "Compare raw logprobs with raw ones, or sample with top_p=1 and top_k=0.",
-        signs=(other_logits, from_series),
+        signs=(other_logits,),
         signs_without_gap=(sampled_otherwise,),
         to_decide="sample a step at top_p 1 and top_k 0, and diagnose that one",
     ),
@@ -989,7 +966,7 @@ KNOWN_CAUSES = (
         "at one place, s - p is one number for most tokens, and another for those that were said before, or for one token",
         "listing",
         "Sample without penalties, logit bias and forbidden tokens, or compare raw logprobs with raw ones.",
-        signs=(other_logits, bias_or_penalty, from_series),
+        signs=(other_logits, bias_or_penalty),
         to_decide="sample a step without penalties and bias, and diagnose that one",
     ),
     KnownCause(

@@ -25,6 +25,7 @@ from rl_notebook.insight.doctor.causes import (
     PART_OF_WEIGHTS,
     UNEXPLAINED,
     ask_causes,
+    said_otherwise,
 )
 from ...config.aliases import words_for
 from rl_notebook.core.types import (
@@ -53,7 +54,6 @@ from rl_notebook.insight.doctor.evidence import (
     finer_rounding,
     gather,
     localize_mismatch,
-    nearest_at,
     noise_floor,
     size,
     token_tolerance,
@@ -87,15 +87,17 @@ def shown_tokens(e: Evidence, positions: Sequence[int], limit: int = 5) -> tuple
         tol = token_tolerance(e)
         positions = [int(k) for k in np.argsort(-gap, kind="stable")[:limit] if gap[k] > tol]
 
-    def place(k):
-        return (
+    return tuple(
+        TokenGap(
             e.datums[e.row[k]].group,
             e.datums[e.row[k]].sample,
             int(e.target[k]),
             int(e.token[k]),
+            float(e.p[k]),
+            float(e.s[k]),
         )
-
-    return tuple(TokenGap(*place(k), float(e.p[k]), float(e.s[k])) for k in list(positions)[:limit])
+        for k in list(positions)[:limit]
+    )
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #843a14de
 @dataclass(frozen=True, eq=False, repr=False)
@@ -290,10 +292,25 @@ def rank_causes(e: Evidence) -> Diagnosis:
     )
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #2683ea0d
-def worst_datums(e: Evidence, limit: int) -> list[int]:
-    "Indices of the datums with the largest summed gaps."
+def worst_datums(e: Evidence, among: Iterable[int]) -> list[int]:
+    "The datums that are trained on, of these indices, by their summed gaps, the largest first."
     gap = np.bincount(e.row, weights=np.nan_to_num(np.abs(e.gap)), minlength=len(e.datums))
-    return np.argsort(-gap, kind="stable")[:limit].tolist()
+    return sorted({*e.row.tolist()} & {*among}, key=lambda i: (-gap[i], i))
+
+
+def choose_places(e: Evidence, datum_indices: Sequence[int], places: int) -> list[int]:
+    "Compared positions behind different prefixes: with the largest gaps beyond rounding, and where the sampler was in doubt."
+    prefixes = e.prefix_hashes(False)
+    inside = np.isin(e.row, list(datum_indices)) & np.isfinite(e.gap)
+    is_off = inside & (np.abs(e.gap) > token_tolerance(e))
+    gap = np.where(is_off, np.abs(e.gap), -np.inf)
+    doubt = np.where(inside, -np.abs(np.exp(e.s) - 0.5), -np.inf)
+    chosen = dict[int, int]()  # by prefix
+    for order, limit in ((gap, places // 2), (doubt, places)):
+        for k in np.argsort(-order, kind="stable").tolist():
+            if len(chosen) < limit and np.isfinite(order[k]):
+                chosen.setdefault(int(prefixes[k]), k)
+    return list(chosen.values())
 
 
 def one_per_datum(
@@ -329,7 +346,7 @@ async def run_rescore(e: Evidence, backend: Backend, datum_indices: Sequence[int
     once = await score(datums)
     again = await score(datums)
     longest = max(datum_indices, key=lambda i: len(e.datums[i].tokens))
-    worst = [i for i in worst_datums(e, len(e.datums)) if i in set(datum_indices)]
+    worst = worst_datums(e, datum_indices)
     few = sorted({longest, *worst[:2]})
     alone = [(await score([e.datums[i]]))[0] for i in few]
     series = {
@@ -347,9 +364,7 @@ async def sample_likely(
     e: Evidence, backend: Backend, datum_indices: Sequence[int], name: str, places: int = 24
 ) -> Evidence:
     "Sample likely tokens again for what the sampler reports of them: for servers that score no given tokens."
-    likely = np.isin(e.row, list(datum_indices)) & (e.s > np.log(0.2))
-    order = np.argsort(-np.where(likely, np.nan_to_num(np.abs(e.gap)), -1), kind="stable")
-    chosen = order[likely[order]][:places].tolist()
+    chosen = choose_places(e, datum_indices, places)
     t = e.provenance.sampler_temperature
     params = SampleParams(n=32, max_tokens=1, temperature=1.0 if t is None else t)
     sampled = await sample_each(backend, heads_of(e, chosen), params)
@@ -390,23 +405,6 @@ async def run_sync(e: Evidence, backend: Backend, datum_indices: Sequence[int]) 
     return replace(e, controls={**e.controls, "reference": series})
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #ec2b3708
-def choose_places(e: Evidence, datum_indices: Sequence[int], places: int) -> list[int]:
-    "Compared positions behind different prefixes: with the largest gaps, and where the sampler was in doubt."
-    prefixes = e.prefix_hashes(False)
-    inside = np.isin(e.row, list(datum_indices)) & np.isfinite(e.gap)
-    gap = np.where(inside, np.abs(e.gap), -np.inf)
-    doubt = np.where(inside, -np.abs(np.exp(e.s) - 0.5), -np.inf)
-    chosen = dict[int, int]()  # by prefix
-    for order, limit in (
-        (np.argsort(-gap, kind="stable"), places // 2),
-        (np.argsort(-doubt, kind="stable"), places),
-    ):
-        for k in (int(k) for k in order if inside[k]):
-            if len(chosen) < limit:
-                chosen.setdefault(int(prefixes[k]), k)
-    return list(chosen.values())
-
-
 LISTED_TOKENS = 20  # likeliest tokens that the sampler is asked for, as vLLM lists by default
 
 
@@ -472,9 +470,7 @@ async def score_listings(
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #b15d2f13
 def echo_repeats(e: Evidence) -> bool:
     "Whether the sampler, scoring the recorded tokens, says of them what was recorded."
-    t = e.provenance.trainer_temperature or 1.0
-    left = e.s - nearest_at(e.flat("sampler"), t, e.s)
-    return explained(e.gap, left, token_tolerance(e)) >= MIN_SURE
+    return explained(e.gap, said_otherwise(e), token_tolerance(e)) >= MIN_SURE
 
 
 def turn_with_largest_gap(e: Evidence, row: int) -> np.ndarray:
@@ -496,7 +492,7 @@ async def run_completions(
     max_tokens: int = 24,
 ) -> Evidence:
     "Sample a few completions again, and let both sides score them."
-    rows = [i for i in worst_datums(e, len(e.datums)) if i in set(datum_indices) & {*e.row}]
+    rows = worst_datums(e, datum_indices)
     room = (backend.capabilities.max_seq_len or 10**9) - max_tokens
     heads = {h.tobytes(): h for h in (turn_with_largest_gap(e, row) for row in rows)}
     chosen = [h for h in heads.values() if len(h) <= room][:most]
@@ -619,8 +615,7 @@ def nearest_prompts(e: Evidence, most: int = 2) -> set[str]:
 
 async def run_context(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
     "Score the datum with the largest gap behind other prompts, those that templates and what handles them may make, and two more behind the nearest."
-    worst = [i for i in worst_datums(e, len(e.datums)) if i in set(datum_indices)]
-    first, *others = [i for i in worst if e.datums[i].num_loss_tokens][:3]
+    first, *others = worst_datums(e, datum_indices)[:3]
     tried = contexts(e.datums[first], backend)
     jobs = [(name, first, datum) for name, datum in tried.items()]
     e = await score_contexts(e, backend, [(AS_RECORDED, first, e.datums[first]), *jobs])
@@ -663,15 +658,8 @@ async def run_resample(
     places: int = 8,
     samples: int = 128,
 ) -> Evidence:
-    "Sample two halves of `samples` next tokens at each of `places` positions where the sampler was in doubt."
-    doubt = np.where(np.isin(e.row, list(datum_indices)), np.abs(np.exp(e.s) - 0.5), np.nan)
-    prefixes = e.prefix_hashes(False)
-    once = dict[int, int]()
-    for k in (int(k) for k in np.argsort(doubt, kind="stable") if np.isfinite(doubt[k])):
-        once.setdefault(int(prefixes[k]), k)
-    off = [k for k in once.values() if abs(e.gap[k]) > token_tolerance(e)]
-    # a fault may spare most places
-    order = [*dict.fromkeys([*off[: places // 2], *once.values()])][:places]
+    "Sample two halves of `samples` next tokens at each of `places` positions with the largest gaps, and where the sampler was in doubt."
+    order = choose_places(e, datum_indices, places)
     heads = heads_of(e, order)
     params = SampleParams(n=samples, max_tokens=1)
     sampled = [
@@ -743,7 +731,7 @@ def may_change(name: str, e: Evidence) -> bool:
 
 def datums_for_controls(e: Evidence, limit: int) -> list[int]:
     "Indices of the datums that the controls look at: the largest gaps and the longest, in order."
-    scored = [i for i in worst_datums(e, len(e.datums)) if e.datums[i].num_loss_tokens]
+    scored = worst_datums(e, range(len(e.datums)))
     longest = max(scored, key=lambda i: len(e.datums[i].tokens))
     return sorted({*scored[: max(limit - 1, 1)], longest})
 

@@ -16,7 +16,7 @@ import pandas as pd
 
 from ...core.datums import sample_of, target_series
 from ...core.types import AlignmentError, Datum, DatumError, Logprobs
-from ...runs.records import StepRecord, scored_first, scored_twice
+from ...runs.records import StepRecord, scored_first
 from ...core.gaps import Gap, Rounding, rounding, short
 from ..xray import correlation
 from ...show.html import token_text
@@ -39,7 +39,6 @@ class SeriesProvenance:
     vocab_size: int | None = None  # of the backend's tokenizer
     # the sampler's series is its raw one: the settings cut or penalise what it samples from
     raw: bool = False
-    agreed: bool = False  # both sides agree in an earlier step of the run
     sources: tuple[str, ...] = ()  # functions that are not ours, such as TRL's
     moved_parts: tuple[str, ...] = ()  # of the network, largest update of the step first
 
@@ -57,8 +56,6 @@ class Evidence:
     sampled_masks: tuple[np.ndarray | None, ...] = ()
     # of datums with other tokens than their sample: datum index -> group whose prompt it begins with; None = none
     other_tokens_from: Mapping[int, int | None] = field(default_factory=dict)
-    # of the pass with gradients, with the weights of the pass before it
-    gradients: tuple[np.ndarray | None, ...] = ()
     provenance: SeriesProvenance = SeriesProvenance()
     # series by their maker
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)
@@ -71,7 +68,7 @@ class Evidence:
 
     def __post_init__(self):
         object.__setattr__(self, "steps", self.steps or (0,) * len(self.datums))
-        for name in ("raw", "sampled_masks", "gradients"):
+        for name in ("raw", "sampled_masks"):
             object.__setattr__(self, name, tuple(getattr(self, name)) or (None,) * len(self.datums))
 
     @cached_property
@@ -581,7 +578,7 @@ def gather(
     theirs = tuple(target_series("sampler logprobs", reported, datums))
     if record:
         provenance = replace(read_provenance(record, untrained), raw=declared)
-        e = Evidence(datums, ours, theirs, *from_samples(record), scored_twice(record), provenance)
+        e = Evidence(datums, ours, theirs, *from_samples(record), provenance)
         moved = e.flat([d.ref_logprobs for d in datums]) - e.p
         if (
             record.origin
@@ -605,13 +602,12 @@ def pooled(parts: Sequence[Evidence]) -> Evidence | None:
     if not differ:
         return None
     parts_that_differ = [parts[k] for k in differ]
-    series = ("datums", "trainer", "sampler", "raw", "sampled_masks", "gradients")
+    series = ("datums", "trainer", "sampler", "raw", "sampled_masks")
     joined: dict[str, Any] = {
         name: tuple(x for e in parts_that_differ for x in getattr(e, name)) for name in series
     }
     provenance = replace(
         parts_that_differ[0].provenance,
-        agreed=differ[0] > 0,
         untrained=any(e.provenance.untrained for e in parts_that_differ),
     )
     return Evidence(
@@ -775,31 +771,29 @@ def mismatch(e: Evidence | None, tokenizer: Any = None, most: int = 6) -> dict[s
     if e is None:
         return {"sentence": "no sample has logprobs of both trainer and sampler", "bars": []}
     values = patterns(e, tokenizer)
-    known = np.isfinite(e.gap)
     depth = values["depth"]
     turn = values["turn"]
-    cuts = np.append(
-        np.unique(np.quantile(depth, np.linspace(0, 1, 5)[:-1], method="nearest")), depth.max() + 1
-    )
-    parts = [
-        (f"tokens {a + 1} to {b}", "depth", (a <= depth) & (depth < b))
-        for a, b in pairwise(cuts.tolist())
-    ]
-    parts += [
-        (f"turn {k + 1}", "turn", turn == k) for k in range(min(turn.max() + 1, most)) if turn.max()
-    ]
     classes = {name: v for name, v in values.items() if v.dtype == bool}
-    rest = ~np.any([*classes.values()], axis=0)
-    parts += [(name, "class", v) for name, v in (classes | {"other tokens": rest}).items()]
     rare = values["unlikely"] > np.nanmedian(values["unlikely"])
-    parts += [("likelier half", "likelihood", ~rare), ("other half", "likelihood", rare)]
-    sizes = [
-        (name, kind, np.abs(e.gap[which & known]))
-        for name, kind, which in parts
-        if (which & known).any()
+    starts = np.quantile(depth, [0, 0.25, 0.5, 0.75], method="nearest").tolist()
+    cuts = sorted({*starts, int(depth.max()) + 1})
+    turns = range(min(turn.max() + 1, most) if turn.max() else 0)
+    parts = [
+        *(
+            (f"tokens {a + 1} to {b}", "depth", (a <= depth) & (depth < b))
+            for a, b in pairwise(cuts)
+        ),
+        *((f"turn {k + 1}", "turn", turn == k) for k in turns),
+        *((name, "class", inside) for name, inside in classes.items()),
+        ("other tokens", "class", ~np.any([*classes.values()], axis=0)),
+        ("likelier half", "likelihood", ~rare),
+        ("other half", "likelihood", rare),
     ]
-    bars = [
-        {"part": name, "kind": kind, "nats": float(v.mean()), "tokens": len(v)}
-        for name, kind, v in sizes
-    ]
-    return {"sentence": localize_mismatch(e, tokenizer), "bars": bars if differs(e) else []}
+    bars = list[dict[str, Any]]()
+    for name, kind, inside in parts if differs(e) else ():
+        nats = np.abs(e.gap[inside & np.isfinite(e.gap)])
+        if len(nats):
+            bars.append(
+                {"part": name, "kind": kind, "nats": float(nats.mean()), "tokens": len(nats)}
+            )
+    return {"sentence": localize_mismatch(e, tokenizer), "bars": bars}
