@@ -369,7 +369,7 @@ def bias_or_penalty(e: Evidence) -> Iterator[CauseFinding]:
     if repeated.all() and (gaps < 0).all():
         text = f"tokens that were said before are up to {-gaps.min():.2g} nats less likely for the sampler, beside others of the same place"
     elif has_bias_of_its_own(tokens, gaps, tol):
-        each = pd.Series(gaps).groupby(tokens).mean()
+        each: Any = pd.Series(gaps).groupby(tokens).mean()
         numbers = " and ".join(f"token {token} by {gap:+.2g} nats" for token, gap in each.items())
         text = f"beside others of the same place the sampler changes {numbers}, and no others"
     else:
