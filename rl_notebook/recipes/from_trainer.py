@@ -229,23 +229,25 @@ def recipe_settings(file: Path) -> dict[str, Any]:
     if not any(isinstance(values, Unread) for values in own):
         return own[0] | own[1]
     settings = dict[str, Any]()
+    pairs: list[tuple[Any, ast.expr | None]]
     for node in ast.walk(script.tree):
         match node:
             case ast.ClassDef(decorator_list=[ast.Attribute(attr="chz")], body=body):
-                lines = [line for line in body if isinstance(line, ast.AnnAssign) and line.value]
+                lines = [line for line in body if isinstance(line, ast.AnnAssign)]
                 pairs = [(ast.unparse(line.target), line.value) for line in lines]
             case ast.Call(func=ast.Attribute(attr="apply"), args=[ast.Dict() as given]):
-                pairs = [
-                    (script.value(k), v) for k, v in zip(given.keys, given.values, strict=True)
-                ]
+                names = [key and script.value(key) for key in given.keys]
+                pairs = [*zip(names, given.values, strict=True)]
             case ast.Call(keywords=keywords) if called(node).endswith(("Config", "Builder")):
                 pairs = [(keyword.arg, keyword.value) for keyword in keywords]
             case _:
                 continue
         for name, expression in pairs:
+            if expression is None:  # no default, or `**`
+                continue
             value = script.value(expression)
             if name not in settings or not isinstance(value, Unread):
-                settings[name] = value
+                settings[str(name)] = value
     return settings
 
 # %% ../../nbs/recipes/10_from_trainer.ipynb #074d3191
