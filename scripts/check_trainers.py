@@ -87,10 +87,9 @@ def load_verl(folder: Path, peers: Path) -> tuple[Any, list[str]]:
     given = options(folder, "main_ppo")
     with initialize_config_dir(str(peers / "verl/verl/trainer/config"), version_base=None):
         config = compose("ppo_trainer", overrides=given)
-    made = []
-    for path in ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"):
-        made.append(type(omega_conf_to_dataclass(value_at(config, path))).__name__)
-    return config, made
+    paths = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm")
+    made = [omega_conf_to_dataclass(value_at(config, path)) for path in paths]
+    return config, [type(part).__name__ for part in made]
 
 
 def load_skyrl(folder: Path, peers: Path) -> tuple[Any, list[str]]:
