@@ -1144,15 +1144,13 @@ def run_export(args: Sequence[str]) -> int:  # exit code
 # %% ../nbs/00_cli.ipynb #cbfb65d4
 def run_convert(args: Sequence[str]) -> int:  # exit code
     "Write the experiment of a run for another trainer, or read one of another trainer."
-    from rl_notebook.recipes.conversion import TABLES
-
     parser = CommandParser(
         prog="rl-notebook convert",
         description="Write the experiment of a run as files that another trainer runs, with DIFFERENCES.md beside them. "
         "Without --to: read a script or the settings of another trainer, and write the config with --out.",
     )
     parser.add_argument("run", type=Path, help="run folder, or file or folder of another trainer")
-    parser.add_argument("--to", choices=tuple(TABLES), default=None, help="the trainer")
+    parser.add_argument("--to", default=None, help="trl, verl, prime-rl, skyrl or tinker")
     parser.add_argument(
         "--out", type=Path, default=None, help="folder (default: RUN-TRAINER), or YAML file"
     )
