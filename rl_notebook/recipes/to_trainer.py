@@ -194,6 +194,9 @@ def make_trainer():
 if __name__ == "__main__":
     make_trainer().train()
 '''
+VLLM_NOTE = """With vLLM in a process of its own: vllm_mode='server', and start it with
+VLLM_SERVER_DEV_MODE=1 vllm serve {model} --weight-transfer-config '{{"backend": "nccl"}}' --logprobs-mode processed_logprobs
+"""
 DECAYS_ALL = """
 class Trainer(GRPOTrainer):
     "TRL's trainer, whose weight decay acts on every parameter, as in the notebook."
@@ -228,7 +231,7 @@ def trl_script(
         )
     note = ""
     if words["use_vllm"]:
-        note = "With vLLM in processes of its own: vllm_mode='server', and start `trl vllm-serve --logprobs-mode processed_logprobs`.\n"
+        note = VLLM_NOTE.format(model=cfg.base_model)
     return SCRIPT.format(
         version=conversion.version,
         processes=processes,
