@@ -335,12 +335,17 @@ def direction(e: Evidence) -> str:
     return ""
 
 
+def in_half_precision(e: Evidence) -> bool:
+    "Whether 16 bits are stated, and nothing else."
+    dtypes = {e.provenance.trainer_dtype, e.provenance.sampler_dtype} - {None}
+    return bool(dtypes) and dtypes <= {*HALF_PRECISION}
+
+
 @computed_once
 def differs(e: Evidence) -> bool:
     "Whether trainer and sampler differ by more than rounding, or, in 16 bits, in a direction; there a few tokens may be off by any size."
     allowed = finer_rounding(e)
-    dtypes = {e.provenance.trainer_dtype, e.provenance.sampler_dtype} - {None}
-    if not dtypes or not dtypes <= {*HALF_PRECISION}:
+    if not in_half_precision(e):
         return beyond(e.gap, allowed)
     off = np.unique(e.prefix_hashes(True)[np.abs(e.gap) > allowed.largest])
     return size(e.gap).mean > allowed.mean or len(off) >= MIN_TOKENS_OFF or bool(direction(e))
