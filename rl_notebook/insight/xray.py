@@ -208,6 +208,8 @@ def policy_words(
         taught or any(np.any(d.advantage) for d in record.datums)
     ):
         return True, "every advantage is 0"
+    if m.get("tis/weight_mean") == 0:
+        return True, "the correction leaves out every token"
     if term or not is_one(low, high, m.get("tis/raw_min", 1.0), m.get("tis/raw_max", 1.0)):
         corrected = "" if o.get("tis", "off") == "off" else " × correction"
         seen = (
@@ -779,10 +781,11 @@ def check_mask(record: StepRecord) -> Finding:
 
 # %% ../../nbs/insight/00_xray.ipynb #c383bcc6
 MAX_LENGTH_CORRELATION = 0.95  # of reward and length, above which it is reported
+MAX_GROUP_SHARE = 0.8  # of the tokens of the loss, in one group, from which it is reported
 
 
 def check_lengths(record: StepRecord) -> Finding:
-    "Rewards do not follow length."
+    "Rewards do not follow length, and no group holds most of the tokens of the loss."
     check = partial(Finding, "length")
     lengths = within_groups(record.groups, lambda g: [s.completion_len for s in g.samples])
     corr = correlation(lengths, within_groups(record.groups, lambda g: g.rewards))
@@ -790,6 +793,16 @@ def check_lengths(record: StepRecord) -> Finding:
         goes, which = ("rise", "longer") if corr > 0 else ("fall", "shorter")
         text = f"rewards {goes} with length: {which} completions have the higher reward (correlation {corr:+.2f})"
         return check(True, text, notable=True)
+    tokens = Counter[int]()
+    for d in record.datums:
+        tokens[d.group] += d.num_loss_tokens
+    for group, count in tokens.most_common(1):
+        share = count / max(tokens.total(), 1)
+        if len(tokens) > 1 and share >= MAX_GROUP_SHARE:
+            text = (
+                f"group {group} has {share:.0%} of the tokens of the loss, of {len(tokens)} groups"
+            )
+            return check(True, text, notable=True)
     if math.isnan(corr):
         return check(None, "rewards or lengths are all the same within their groups")
     return check(True, f"correlation of reward and length {corr:+.2f}")
@@ -1036,6 +1049,8 @@ def check_clipping(record: StepRecord) -> Finding:
 
 # %% ../../nbs/insight/00_xray.ipynb #e9e90d60
 MIN_UPDATE_NORM = 1e-8  # norm of an update that does nothing
+# how many times smaller than in the step before learning rate and update must be to be reported
+MIN_COLLAPSE_FACTOR = 100.0
 # learning rate: AdamW moves a weight by about this, and few weights are much larger
 MAX_LEARNING_RATE = 0.02
 
@@ -1055,7 +1070,19 @@ def only_norms(metrics: Mapping[str, float]) -> bool:
     return norm > 0 and all(small)
 
 
-def check_gradient(record: StepRecord) -> Finding:
+def learning_rate_drop(record: StepRecord, previous: StepRecord | None) -> str:
+    "How far the learning rate fell since the step before, if the update fell as far; empty = it did not."
+    if previous is None or previous.step != record.step - 1:
+        return ""
+    names = ("learning_rate", "update_norm")
+    before = [previous.metrics.get(name, math.nan) for name in names]
+    now = [record.metrics.get(name, math.nan) for name in names]
+    if not all(a >= MIN_COLLAPSE_FACTOR * b > 0 for a, b in zip(before, now, strict=True)):
+        return ""
+    return f"the learning rate fell from {before[0]:.3g} to {now[0]:.3g} since step {previous.step}"
+
+
+def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Finding:
     "There is a gradient of ordinary size, it reaches the weights, and the update moved them."
     (size, measured) = gradient_size(record)
     m = record.metrics
@@ -1090,6 +1117,9 @@ def check_gradient(record: StepRecord) -> Finding:
             expected=f"an update norm above {MIN_UPDATE_NORM:g}",
             fix="Raise the learning rate.",
         )
+    if fell := learning_rate_drop(record, previous):
+        fix = "Is the length of the schedule counted in steps of this run?"
+        return check(False, f"{fell}, and the weights hardly moved (by {short(moved)})", fix=fix)
     if rate >= MAX_LEARNING_RATE:
         text = f"the learning rate is {rate:g}: each weight moved by about as much (update norm {short(moved)})"
         return check(
@@ -1171,12 +1201,12 @@ def invariants(
         check_advantages,
         check_mask,
     )
-    trained = (check_old, check_clipping, check_lengths, check_signal, check_gradient)
+    trained = (check_old, check_clipping, check_lengths, check_signal)
     policies = (check_ratio, check_reference, check_correction)
     findings = [check(record) for check in of_samples] + [
         check(record, previous) for check in policies
     ]
-    findings += [check(record) for check in trained]
+    findings += [*(check(record) for check in trained), check_gradient(record, previous)]
     return (*findings, check_version(record, weight_sync_interval))
 
 # %% ../../nbs/insight/00_xray.ipynb #1ba16cb3

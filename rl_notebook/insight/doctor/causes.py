@@ -828,7 +828,7 @@ def dtype_or_batching(e: Evidence) -> Iterator[CauseFinding]:
     "Rounding of one side: no more than 16 bits make, and without a direction."
     finer = finer_rounding(e)
     too_large = beyond(e.gap, rounding_here(e, "bfloat16"))
-    if too_large or not beyond(e.gap, finer) or direction(e):
+    if e.provenance.agreed or too_large or not beyond(e.gap, finer) or direction(e):
         return
     again = e.flat("sampler") - e.flat("policy")
     is_asked = e.provenance.trainer_temperature in (None, 1.0) and np.isfinite(again).any()
@@ -854,6 +854,10 @@ def unexplained_gap(e: Evidence) -> Iterator[CauseFinding]:
     text = f"a scatter of {np.nanstd(e.gap):.2g} nats around {np.nanmean(e.gap):+.2g}"
     left = ["stale weights", "BOS or template"]
     left = left if size(e.gap).largest <= MIN_TEMPLATE_GAP else left[::-1]  # the likelier first
+    if e.provenance.agreed:  # so it is nothing that is the same in every step
+        text = f"{text}, and both sides agree in an earlier step; the record alone cannot tell"
+        yield CauseFinding("stale weights", AMBIGUOUS_SCORE, text)
+        return
     if e.provenance.untrained:
         left = ["BOS or template"]
         text = f"such as another prompt makes while the policy is still its reference, {text}"

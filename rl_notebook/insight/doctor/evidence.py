@@ -39,6 +39,7 @@ class SeriesProvenance:
     vocab_size: int | None = None  # of the backend's tokenizer
     # the sampler's series is its raw one: the settings cut or penalise what it samples from
     raw: bool = False
+    agreed: bool = False  # both sides agree in an earlier step of the run
     sources: tuple[str, ...] = ()  # functions that are not ours, such as TRL's
     moved_parts: tuple[str, ...] = ()  # of the network, largest update of the step first
 
@@ -613,6 +614,7 @@ def pooled(parts: Sequence[Evidence]) -> Evidence | None:
     }
     provenance = replace(
         parts_that_differ[0].provenance,
+        agreed=differ[0] > 0,
         untrained=any(e.provenance.untrained for e in parts_that_differ),
     )
     return Evidence(
