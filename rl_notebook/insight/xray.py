@@ -1100,7 +1100,11 @@ def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Fi
         if record.loss and any(g.any() for g in record.loss.dlogprobs):
             text = "no gradient reaches the weights, though dL/dlogprob is not 0"
             fix = "Are the weights frozen, or detached?"
-        return check(False, f"{still}: {text}" if moved == 0 else text, got=measured, fix=fix)
+        if moved == 0:
+            text = f"{still}: {text}"
+        elif moved > 0:
+            text = f"{text}; the weights moved all the same (by {short(moved)}): momentum or weight decay"
+        return check(False, text, got=measured, fix=fix)
     if moved == 0 and rate > 0:
         fix = "Does the optimizer hold this model's tensors? In bfloat16 a small learning rate rounds to no change."
         text = f"{still}, at a learning rate of {rate:g}"

@@ -166,18 +166,18 @@ class SamplerState:
 
     def __init__(self, backend: Backend):
         self.backend = backend
-        # what the sampler told at the last sync, and the version that this sync made
-        self.told = getattr(backend.sampler, "policy_version", None)
-        self.synced = int(self.told or 0)
+        # the version that the sampler reported at the last sync, and the version that this sync made
+        self.reported = getattr(backend.sampler, "policy_version", None)
+        self.synced = int(self.reported or 0)
         self.weights = SamplerWeights.CURRENT
         self.saved: Saved | None = None  # the state that has them, where they are SAVED
         self.audit = Audit(backend)
 
     @property
     def version(self) -> int:
-        "Weight syncs so far; what the sampler tells, where it was synced without the loop since."
-        told = getattr(self.backend.sampler, "policy_version", self.told)
-        return self.synced if told is None or told == self.told else int(told)
+        "Weight syncs so far; what the sampler reports, where it was synced without the loop since."
+        reported = getattr(self.backend.sampler, "policy_version", self.reported)
+        return self.synced if reported in (None, self.reported) else int(reported)
 
     @property
     def is_current(self) -> bool:
@@ -187,7 +187,7 @@ class SamplerState:
     async def serve(self, name: str) -> None:
         "Serve the trainer's weights."
         self.synced = await sync_weights(self.backend, name)
-        self.told = getattr(self.backend.sampler, "policy_version", None)
+        self.reported = getattr(self.backend.sampler, "policy_version", None)
         self.weights = SamplerWeights.CURRENT
         self.saved = None
 

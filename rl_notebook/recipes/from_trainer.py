@@ -445,8 +445,8 @@ def read_paths(
         elif not any(why):
             of_version = f"not in the table of {table.titles[0]} {table.version}"
             why = [NO_SUCH_SETTING if name in table.defaults else of_version]
-        said = "not given" if value is ... else quoted(value)
-        notes.append(f"{name}={said}: {', '.join(filter(None, why))}")
+        text = "not given" if value is ... else quoted(value)
+        notes.append(f"{name}={text}: {', '.join(filter(None, why))}")
     for name, today in table.earlier.items():
         value = settings.get(name)
         if value is not None and not is_unread(value) and not same_value(value, given[today]):
@@ -476,7 +476,7 @@ def trainer_of(settings: Mapping[str, Any]) -> str | None:
     return best if counts[best] > 1 else None
 
 
-def rows_beside(settings: Mapping[str, Any], folder: Path) -> Path | None:
+def find_rows(settings: Mapping[str, Any], folder: Path) -> Path | None:
     "The file with the rows: what `to_trainer` wrote, or what the settings name."
     named = [settings.get(name, "") for name in ("data.train_files", "data.train_data")]
     texts = [text for value in named for text in ([value] if isinstance(value, str) else value)]
@@ -484,7 +484,7 @@ def rows_beside(settings: Mapping[str, Any], folder: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def rewards_beside(settings: Mapping[str, Any], folder: Path) -> tuple[list[str], list[float]]:
+def find_rewards(settings: Mapping[str, Any], folder: Path) -> tuple[list[str], list[float]]:
     "Names and weights of reward functions: of `to_trainer`, or the function that the settings name."
     if (folder / "rewards.py").is_file():
         script = Script(folder / "rewards.py")
@@ -532,11 +532,11 @@ def from_trainer(
     if trainer == "trl":
         cfg, more = config_of_trl(nested(settings), processes, **ours)
     else:
-        source = rows_beside(settings, file.parent)
+        source = find_rows(settings, file.parent)
         ours = {"dataset": str(source)} if source else {}
         rows = tuple(load_rows(source)) if source else ()
         cfg, more, unlearned = read_paths(trainer, settings, **ours)
-        rewards, weights = rewards_beside(settings, file.parent)
+        rewards, weights = find_rewards(settings, file.parent)
     if rows and rewards:  # in place of an environment
         more = [note for note in more if not note.endswith("give rows and reward functions")]
     if len(weights) != len(rewards):

@@ -136,9 +136,9 @@ async def cache_of_older_weights(run: Run, updates: int) -> None:
 class CacheOf8Bits(DynamicCache):
     "Keeps keys and values in 8 bits; a prompt is computed with those that it has just made."
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *where: Any, **how: Any) -> Any:
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *layer: Any, **options: Any) -> Any:
         rounded = [x.to(torch.float8_e4m3fn).to(x.dtype) for x in (keys, values)]
-        kept = super().update(*rounded, *where, **how)
+        kept = super().update(*rounded, *layer, **options)
         return kept if keys.shape[-2] == 1 else (keys, values)
 
 

@@ -137,9 +137,10 @@ def wrong_reference(e: Evidence) -> Iterator[CauseFinding]:
         return
     off = e.flat([d.ref_logprobs for d in e.datums]) - e.p
     allowed = finer_rounding(e)
-    is_off = beyond(off, allowed)
     if in_half_precision(e):  # where experts are chosen, a few tokens may be off by any size
         is_off = float(np.median(np.abs(off))) > allowed.mean
+    else:
+        is_off = beyond(off, allowed)
     if np.isfinite(off).all() and is_off:
         text = f"before any update the reference differs by up to {np.abs(off).max():.2g} nats"
         yield CauseFinding(
