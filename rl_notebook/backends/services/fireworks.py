@@ -919,6 +919,7 @@ async def check_fireworks(
     }
     # enough for a sentence, and within any shape
     options |= {"max_seq_len": 256, "max_completion_tokens": 64}
+    options.setdefault("grace_s", 0.0)  # nothing is saved that could still be written
     backend = None
     title = f"Fireworks at {rlor_mgr.base_url}"
     say(title)
