@@ -97,7 +97,11 @@ class Scorer(Protocol):
 # %% ../../nbs/backends/02_base.ipynb #8c1352ec
 @runtime_checkable
 class Trainer(Scorer, Protocol):
-    "Scores datums, accumulates gradients, updates, saves."
+    """Scores datums, accumulates gradients, updates, saves.
+
+    Where it has a method `save_changed_weights(name, change)`, the doctor can find weights that do not reach the sampler: a snapshot
+    like that of `save_weights_for_sampler`, of `change(weight_name, tensor)` in place of each tensor. The policy keeps its own weights.
+    """
 
     async def forward_backward_custom(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
         "One forward, the loss called once with all datums, its gradient added to what is accumulated."

@@ -321,7 +321,7 @@ FAULTS: dict[str, Fault] = {
     "the server reports the likeliest token": Fault((NONE,), lambda run: set_fields(run.server, reports="likeliest")),
     "rollouts are late": Fault(STALE, lambda run: late(run, 2)),
     "rollouts are late, and cool": Fault(STALE, lambda run: late(run, 2), World(temperature=0.8)),
-    "the adapter does not travel": Fault(STALE, lambda run: adapter_left_behind(run, 3), LORA),
+    "the adapter does not travel": Fault((*STALE, *PART), lambda run: adapter_left_behind(run, 3), LORA),
     "the feed-forward layers do not travel":
         Fault(PART, lambda run: part_left_behind(run, "mlp", 4), World(learning_rate=2e-4)),
     "the server decodes at another position": Fault(("decoding",), lambda run: decoding_elsewhere(run, 3)),

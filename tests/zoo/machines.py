@@ -36,10 +36,15 @@ def shipped_model(name: str) -> tuple[Any, Any]:
     return load_model(name)
 
 
+def merged(model: Any) -> Any:
+    "A copy of a model without adapters; those that it has are merged in."
+    copied = copy.deepcopy(model)
+    return copied.merge_and_unload() if hasattr(model, "merge_and_unload") else copied
+
+
 def plain_weights(model: Any) -> Weights:
     "Weights of a model without adapters; those of an adapter are merged in."
-    whole = copy.deepcopy(model).merge_and_unload() if hasattr(model, "merge_and_unload") else model
-    return {name: t.detach().clone() for name, t in whole.state_dict().items()}
+    return {name: t.detach() for name, t in merged(model).state_dict().items()}
 
 
 @contextmanager
@@ -348,6 +353,13 @@ class Trainer:
 
     async def save_weights_for_sampler(self, name: str) -> str:
         self.snapshots[name] = plain_weights(self.model)
+        return name
+
+    async def save_changed_weights(self, name: str, change: Callable[[str, Tensor], Tensor]) -> str:
+        changed = merged(self.model)
+        for key, p in changed.named_parameters():
+            p.data = change(key, p.data)
+        self.snapshots[name] = plain_weights(changed)
         return name
 
 

@@ -44,6 +44,7 @@ def test_every_cause_has_a_fault():
 ALWAYS = (  # all others with SLOW=1
     "the server has its own temperature",
     "several updates",
+    "the feed-forward layers do not travel",
 )
 
 

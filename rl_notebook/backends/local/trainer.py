@@ -643,11 +643,17 @@ def find_saved(state: PolicyState, path: str) -> tuple[dict[str, Tensor], dict[s
 KEPT_SNAPSHOTS = 3  # snapshots for the sampler that are kept, newest last
 
 
-def take_snapshot(state: PolicyState, name: str) -> str:
+def take_snapshot(
+    state: PolicyState,
+    name: str,
+    change: Callable[[str, Tensor], Tensor] = lambda _, weight: weight,
+) -> str:
     "Clone what is trainable; old snapshots beyond `KEPT_SNAPSHOTS` are forgotten. Raises `BackendError`."
     _check_finite(state.params, BackendError, "save_weights_for_sampler")
     state.snapshots.pop(name, None)
-    state.snapshots[name] = {key: p.detach().clone() for key, p in state.params.items()}
+    state.snapshots[name] = {
+        key: change(key, p.detach().clone()) for key, p in state.params.items()
+    }
     for old in list(state.snapshots)[:-KEPT_SNAPSHOTS]:
         del state.snapshots[old]
     return name
@@ -740,6 +746,10 @@ class LocalTrainer:
     async def save_weights_for_sampler(self, name: str) -> str:
         "Clone the trainable weights under a name."
         return await self.run(take_snapshot, self.state, name)
+
+    async def save_changed_weights(self, name: str, change: Callable[[str, Tensor], Tensor]) -> str:
+        "Save under a name what `change` makes of a copy of each trainable weight; the policy keeps its own."
+        return await self.run(take_snapshot, self.state, name, change)
 
     async def sample_gradients(
         self, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], before: str | None = None

@@ -54,6 +54,7 @@ NO_MISMATCH = "no mismatch"
 NONE = "none of the known causes"
 UNEXPLAINED = "a gap that the record cannot explain"
 PART_OF_WEIGHTS = "part of the weights does not arrive"
+ALL_WEIGHTS = "every weight"
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #ee04bd01
 def shift(e: Evidence) -> Iterator[CauseFinding]:
@@ -725,8 +726,36 @@ MIN_ROWS = 7  # of fewer, one in a hundred random signs agree
 MIN_CORRELATION = 0.5
 
 
+def left_after_sync(e: Evidence) -> np.ndarray:
+    "(K,) nats, the gap that a sync leaves, or the least that it may be at other temperatures; NaN = not known."
+    policy = e.flat("policy")
+    synced = e.flat("sampler synced")
+    return nearest_at(synced, e.provenance.trainer_temperature or 1.0, policy) - policy
+
+
+def unmoved_weights(e: Evidence) -> Iterator[CauseFinding]:
+    "The sampler's numbers stay the same when a part of the weights is changed in what is synced."
+    if not e.unmoved:
+        return
+    text = f"the sampler's numbers stay the same when {' or '.join(e.unmoved[:4])} is changed in what it is sent"
+    if ALL_WEIGHTS in e.unmoved:
+        yield CauseFinding(PART_OF_WEIGHTS, 1.0, f"{text}: a sync brings nothing")
+        return
+    text = f"{text}, and change with all others: it is not loaded, or not used"
+    # a part of what was learned is no larger than all of it
+    if size(left_after_sync(e)).mean <= size(reference_of(e) - e.flat("policy")).mean:
+        yield CauseFinding(PART_OF_WEIGHTS, MAX_UNSYNCED_SCORE, text)
+        return
+    yield CauseFinding(
+        NONE, AMBIGUOUS_SCORE, f"{text}; the gap is larger than what the policy has learned"
+    )
+    yield CauseFinding(PART_OF_WEIGHTS, MIN_LIKELY, text)
+
+
 def part_of_weights(e: Evidence) -> Iterator[CauseFinding]:
     "A gap that is left after a sync, or that the record has, follows what the policy has learned."
+    if e.unmoved is not None:  # an experiment tells more
+        return
     tol = token_tolerance(e)
     there = excess(e.gap, tol)
     is_synced = "sampler synced" in e.controls and e.provenance.trainer_temperature in (None, 1.0)
@@ -994,9 +1023,9 @@ KNOWN_CAUSES = (
     KnownCause(
         PART_OF_WEIGHTS,
         "s lies between the reference's logprob and p, and a sync does not close the gap",
-        "sync; the reference",
+        "sync; parts; the reference",
         "Compare the names of the weights that are sent with those that the sampler loads: adapters, tied and renamed ones.",
-        signs=(part_of_weights,),
+        signs=(unmoved_weights, part_of_weights),
         to_decide="sync once more, and compare the weights on both sides, tensor by tensor",
     ),
     KnownCause(

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import html
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import pandas as pd
 
 from ...backends.base import Backend
 from rl_notebook.insight.doctor.causes import (
+    ALL_WEIGHTS,
     AS_RECORDED,
     CAUSES,
     MAX_UNSYNCED_SCORE,
@@ -25,6 +28,7 @@ from rl_notebook.insight.doctor.causes import (
     PART_OF_WEIGHTS,
     UNEXPLAINED,
     ask_causes,
+    left_after_sync,
     said_otherwise,
 )
 from ...config.aliases import words_for
@@ -43,6 +47,7 @@ from rl_notebook.insight.doctor.evidence import (
     AMBIGUOUS_SCORE,
     HALF_PRECISION,
     MIN_SURE,
+    NOISE_FACTOR,
     Evidence,
     CauseFinding,
     FreshCompletion,
@@ -50,6 +55,7 @@ from rl_notebook.insight.doctor.evidence import (
     Resample,
     beyond,
     differs,
+    excess,
     explained,
     finer_rounding,
     gather,
@@ -255,6 +261,7 @@ def experiments_of(e: Evidence) -> tuple[str, ...]:
     other = {
         "sampler's likeliest tokens": e.listings,
         "completions sampled again": e.completions,
+        "parts of the weights changed in a sync": e.unmoved is not None,
         "tokens sampled again": e.resamples,
     }
     series = dict.fromkeys(name.partition(",")[0] for name in e.controls)
@@ -403,6 +410,53 @@ async def run_sync(e: Evidence, backend: Backend, datum_indices: Sequence[int]) 
     logprobs = await backend.reference.forward([e.datums[i] for i in datum_indices])
     series = one_per_datum(e, datum_indices, logprobs)
     return replace(e, controls={**e.controls, "reference": series})
+
+# %% ../../../nbs/insight/doctor/02_doctor.ipynb #2ac28ff5
+def parts_with(name: str) -> tuple[str, ...]:
+    "The parts that a weight belongs to: all weights, those of its name in all layers, its layer, those of its name in its layer."
+    layer = re.findall(r"\D*\d*", name)[0]
+    of_layer = layer + re.sub(r"\d+", "*", name[len(layer) :])
+    return ALL_WEIGHTS, re.sub(r"\d+", "*", name), layer, of_layer
+
+
+def change_weight(changed: Collection[str], name: str, weight: Any) -> Any:
+    "Another tensor, also where all weights are 0, if the name is among those changed."
+    return 1.5 * weight + 0.1 * weight.abs().mean() + 0.01 if name in changed else weight
+
+
+async def run_parts(
+    e: Evidence, backend: Backend, datum_indices: Sequence[int], most: int = 48
+) -> Evidence:
+    "Change one part of the weights after the other in what the sampler is sent, not in the policy, and see whether its numbers change; the last sync is of the policy's weights."
+    save = getattr(backend.policy, "save_changed_weights", None)
+    if save is None:
+        return e
+    tokens = e.datums[worst_datums(e, datum_indices)[0]].tokens
+    parts = dict[str, dict[str, None]]()  # the names of their weights
+
+    def note(name: str, weight: Any) -> Any:
+        for part in parts_with(name):
+            parts.setdefault(part, {})[name] = None
+        return weight
+
+    async def score_with(change: Callable[[str, Any], Any]) -> np.ndarray:
+        await backend.sync(await save("doctor", change))
+        return (await backend.sampler.logprobs(tokens)).values
+
+    unmoved = list[str]()
+    try:
+        plain = await score_with(note)
+        noise = np.abs(await score_with(note) - plain)
+        # a part of many weights first
+        order = sorted(parts, key=lambda part: -len(parts[part]))
+        for part in order[:most]:
+            if not any(parts[part].keys() & parts[other].keys() for other in unmoved):
+                moved = np.abs(await score_with(partial(change_weight, parts[part])) - plain)
+                if (moved <= NOISE_FACTOR * noise.max()).all():
+                    unmoved.append(part)
+    finally:
+        await backend.sync(await backend.policy.save_weights_for_sampler("doctor"))
+    return replace(e, unmoved=tuple(unmoved) if unmoved or len(parts) <= most else None)
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #ec2b3708
 LISTED_TOKENS = 20  # likeliest tokens that the sampler is asked for, as vLLM lists by default
@@ -673,7 +727,7 @@ async def run_resample(
         return replace(e, failed={**e.failed, "resample": why})
     return replace(e, resamples=tuple(resamples))
 
-# %% ../../../nbs/insight/doctor/02_doctor.ipynb #2ac28ff5
+# %% ../../../nbs/insight/doctor/02_doctor.ipynb #f25283d2
 CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]] = {
     "rescore": run_rescore,
     "echo": run_echo,
@@ -682,6 +736,7 @@ CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evide
     "sync": run_sync,
     "context": run_context,
     "resample": run_resample,
+    "parts": run_parts,
 }
 CONCLUSIVE_SCORE = 0.95  # a score after which no further control is run
 LISTED_CAUSES = (
@@ -725,6 +780,13 @@ def may_change(name: str, e: Evidence) -> bool:
         return (
             False  # what it samples today is not what it scores: new weights would not change that
         )
+    if name == "parts":
+        stays = excess(left_after_sync(e), token_tolerance(e)) > (1 - MIN_SURE) * excess(
+            e.gap, token_tolerance(e)
+        )
+        return (
+            "echo" not in e.failed and stays and d.cause in (NONE, PART_OF_WEIGHTS, "stale weights")
+        )
     by_experiment = ("decoding", PART_OF_WEIGHTS)
     return name != "context" or d.cause not in by_experiment or d.score < MAX_UNSYNCED_SCORE
 
@@ -756,7 +818,7 @@ async def diagnose(
     backend: Backend
     | None = None,  # for controls; its policy should have the weights of the trainer logprobs
     controls: Sequence[str]
-    | None = None,  # None = all; "sync" gives the sampler the policy's weights, and nothing undoes it
+    | None = None,  # None = all; "sync" and "parts" leave the sampler with the policy's weights
     untrained: bool
     | None = None,  # whether the policy still equals its reference; None = the record is of step 1
     max_datums: int = 16,  # that controls look at

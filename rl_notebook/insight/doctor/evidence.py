@@ -63,6 +63,8 @@ class Evidence:
     resamples: tuple[Resample, ...] = ()  # next tokens, sampled again
     listings: tuple[Listing, ...] = ()  # what both sides say of the likeliest tokens of a place
     completions: tuple[FreshCompletion, ...] = ()  # sampled again, and scored by both sides
+    # parts of the weights that a sync does not bring into what the sampler says; None = not known
+    unmoved: tuple[str, ...] | None = None
     # control: why it gave no result
     failed: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[int, ...] = ()  # of each datum, where several steps are one evidence
