@@ -24,6 +24,7 @@ from rl_notebook.insight.doctor.evidence import (
     NOISE_FACTOR,
     HALF_PRECISION,
     Evidence,
+    Listing,
     CauseFinding,
     Resample,
     beyond,
@@ -266,7 +267,7 @@ def both_scored(e: Evidence, only_new: bool = False) -> Places:
     rows = rows[~(only_new & (said_before(e) > 0))].dropna().drop_duplicates(["past", "token"])
     parted = rows[rows.duplicated("past", keep=False)].groupby("past")
     places = [(place["s"].to_numpy(), place["p"].to_numpy()) for _, place in parted]
-    for listing in e.listings:
+    for listing in e.all_listings:
         listed = listing.is_listed & ~(only_new & listing.is_repeated)
         if listed.sum() > 1:
             places.append((listing.sampler[listed], t * listing.trainer[listed]))
@@ -302,7 +303,7 @@ def other_logits(e: Evidence) -> Iterator[CauseFinding]:
     if not beyond(within, coarser_rounding(e)):
         if agreed_temperature == 1:  # elsewhere all differ by what makes probabilities of them
             level = np.array([(s - p).mean() for s, p in places])
-            yield from one_level(e, level, float(np.abs(within).max()))
+            yield from one_level(e, level, within)
         return
     if found := list(one_factor(e, places)):
         yield from found
@@ -339,11 +340,9 @@ def one_factor(e: Evidence, places: Places) -> Iterator[CauseFinding]:
 def missing_tokens(e: Evidence, tolerance: float) -> list[int]:
     "The tokens that the sampler does not list, if just their probability is what it gives to all others at each place; else none."
     missing = dict[int, float]()  # the highest probability of each
-    for listing in e.listings:
+    for listing in e.all_listings:
         level = np.nanmean(np.where(listing.is_listed, listing.gap, np.nan))
-        absent = ~listing.is_listed & (
-            listing.tokens != e.token[listing.at]
-        )  # that one was sampled
+        absent = ~listing.is_listed & (listing.tokens != listing.sampled)
         probabilities = np.exp(listing.trainer[absent])
         if abs(-np.expm1(-level) - probabilities.sum()) > tolerance:
             return []
@@ -360,7 +359,7 @@ def bias_or_penalty(e: Evidence) -> Iterator[CauseFinding]:
     tol = coarser_rounding(e).largest
     off = list[tuple[int, bool, float]]()  # token, whether it was said before, nats
     places = 0
-    for listing in e.listings:
+    for listing in e.all_listings:
         new = listing.is_listed & ~listing.is_repeated
         if new.sum() < 2:
             continue
@@ -394,34 +393,31 @@ def has_bias_of_its_own(tokens: np.ndarray, gaps: np.ndarray, tolerance: float) 
 def one_level(
     e: Evidence,
     level: np.ndarray,  # (places,) nats, the sampler's logprobs less the trainer's
-    noise: float,  # nats by which tokens of one place differ from its level
+    within: np.ndarray,  # nats by which each token differs from the level of its place
 ) -> Iterator[CauseFinding]:
-    "All tokens of a place differ by one number: by the mass that one side has cut off, or forbidden."
-    tol = max(token_tolerance(e), noise)
-    if (level > tol).any() and (missing := missing_tokens(e, tol)):
+    "All tokens of a place are higher for the sampler by one number: by the mass that it has cut off, or forbidden."
+    tol = max(token_tolerance(e), float(np.abs(within).max()))
+    # Hoeffding's bound for random signs of the places; and rounding moves a level less than its tokens
+    by_chance = np.sqrt(2 * np.log(2 / MAX_CHANCE) * (level**2).sum())
+    rounded = 2 * within.std() * np.sqrt(len(level) / len(within))
+    is_steady = level.sum() > by_chance and level.mean() > rounded
+    is_seen = any(lists_all(x, e) for x in e.all_listings)
+    is_high = is_seen or is_steady or level.max() > finer_rounding(e).largest
+    if not is_high or (level < -tol).any():
+        return
+    numbers = {"places": len(level)}
+    if level.max() > tol and (missing := missing_tokens(e, tol)):
         text = f"the sampler never lists token {' or '.join(map(str, missing))}, and gives just its probability to all others"
-        yield CauseFinding("bias or penalty", 1.0, text, {"places": len(e.listings)})
+        yield CauseFinding("bias or penalty", 1.0, text, numbers)
         return
-    side, sign = ("sampler", 1) if level.sum() > 0 else ("trainer", -1)
-    high = sign * level
-    if (high < -tol).any() or not (high > tol).any():
-        return
-    if sign > 0 and not may_be_cut(e, tol):
+    if not may_be_cut(e, tol):
         text = "the sampler gives the tokens of one place more than a cut of less likely ones could: it forbids a likely one"
-        yield CauseFinding("bias or penalty", 1.0, text, {"places": len(e.listings)})
+        yield CauseFinding("bias or penalty", 1.0, text, numbers)
         return
-    below = excess(np.minimum(sign * e.gap, 0), tol) / max(excess(e.gap, tol), 1e-12)
-    most = 1 - float(np.exp(-high.max()))
-    text = f"tokens of one place are higher for the {side} by one number, as if up to {most:.0%} were cut"
+    below = excess(np.minimum(e.gap, 0), tol) / max(excess(e.gap, tol), 1e-12)
     score = max(0.0, 1 - below)
-    # and not the signs of many
-    if high.max() <= finer_rounding(e).largest and 2.0 ** -(high > 0).sum() > MAX_CHANCE:
-        score *= AMBIGUOUS_SCORE
-    is_seen = any(
-        np.exp(x.sampler[x.is_listed]).sum() > 1 - tol and np.median(x.gap[x.is_listed]) > tol
-        for x in e.listings
-    )
-    numbers = {"below": below, "kept": 1 - most}
+    most = 1 - float(np.exp(-level.max()))
+    text = f"tokens of one place are higher for the sampler by one number, as if up to {most:.0%} were cut"
     if is_seen:
         yield CauseFinding("top-p or top-k", score, text, numbers)
         return
@@ -432,10 +428,19 @@ def one_level(
     yield CauseFinding("bias or penalty", min(score, AMBIGUOUS_SCORE), text, numbers)
 
 
+def lists_all(x: Listing, e: Evidence) -> bool:
+    "Whether the sampler gives all probability to the tokens that it lists, and the trainer more of it to others than rounding makes."
+    smallest = rounding("float32").largest
+    by_sampler, by_trainer = (
+        1 - np.exp(side[x.is_listed]).sum() for side in (x.sampler, x.trainer)
+    )
+    return by_sampler < smallest and by_trainer > smallest * np.exp(coarser_rounding(e).largest)
+
+
 def may_be_cut(e: Evidence, tolerance: float) -> bool:
     "Whether the probability that the sampler gives to the tokens of each place may be that of others, each less likely than all that it lists."
     vocabulary = e.provenance.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
-    for listing in e.listings:
+    for listing in e.all_listings:
         kept = np.exp(listing.trainer[listing.is_listed])
         gone = -np.expm1(-np.median(listing.gap[listing.is_listed])) if len(kept) else 0.0
         if gone > tolerance and gone > tolerance + (vocabulary - len(kept)) * kept.min():
@@ -814,6 +819,12 @@ def noise_of_programs(e: Evidence) -> Rounding:
     return Rounding(max(coarser.mean, other.mean), max(coarser.largest, other.largest))
 
 
+def in_order(x: Listing, tolerance: float) -> bool:
+    "Whether both sides put the tokens of a place in the same order."
+    order = np.argsort(-x.sampler, kind="stable")[: x.is_listed.sum()]
+    return bool((np.diff(x.trainer[order]) <= tolerance).all())
+
+
 def decoding(e: Evidence) -> Iterator[CauseFinding]:
     "Completions that are sampled again have other numbers than the sampler scores them with."
     gaps = [c.reported - c.echo for c in e.completions if np.isfinite(c.echo).any()]
@@ -822,16 +833,24 @@ def decoding(e: Evidence) -> Iterator[CauseFinding]:
         return
     mean = size(np.concatenate(gaps)).mean
     text = f"{len(gaps)} completions sampled again differ by {mean:.2g} nats per token from what the sampler says when it scores them"
-    firsts = sum(abs(gap[0]) > allowed.mean for gap in gaps)
+    behind_prompts = [*e.listings, *(c.listings[0] for c in e.completions if c.listings)]
+    first_gaps = [x.gap[x.is_listed] for x in behind_prompts] + [gap[:1] for gap in gaps]
+    firsts = sum(beyond(gap, allowed) for gap in first_gaps)
     learned = reference_of(e) - e.p
     correlation = follows_learning(e.gap, learned, e.p, e.row)
     if not firsts:
         yield CauseFinding("decoding", MAX_UNSYNCED_SCORE, f"{text}, and none in its first token")
+    elif correlation and not all(beyond(gap, allowed) for gap in gaps):
+        servers = f"and some of them do not: one of several servers has older weights, as the gap follows what the policy has learned (correlation {correlation:.2f})"
+        yield CauseFinding("stale weights", MAX_UNSYNCED_SCORE, f"{text}, {servers}")
     elif correlation:
         cache = f"as with a cache of older weights: the gap follows what the policy has learned (correlation {correlation:.2f})"
         yield CauseFinding("decoding", MAX_UNSYNCED_SCORE, f"{text}, {cache}")
+    elif all(in_order(x, allowed.largest) for x in behind_prompts) and behind_prompts:
+        reports = "it has the likeliest tokens in the right order, and reports other odds, or those of another token"
+        yield CauseFinding(NONE, AMBIGUOUS_SCORE, f"{text}: {reports}")
     else:
-        text = f"{text}, in {firsts} of them from the first token on"
+        text = f"{text}, from the first token on"
         reads = "when it samples, it reads another prompt, or changes the odds"
         yield CauseFinding("BOS or template", AMBIGUOUS_SCORE, f"{text}: {reads}")
         yield CauseFinding("bias or penalty", MIN_LIKELY, f"{text}: {reads}")

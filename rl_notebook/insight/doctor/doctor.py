@@ -12,6 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -472,53 +473,68 @@ async def run_listing(e: Evidence, backend: Backend, datum_indices: Sequence[int
     params = SampleParams(n=1, max_tokens=1, temperature=t, top_logprobs=min(LISTED_TOKENS, most))
     chosen = choose_places(e, datum_indices, places)
     heads = heads_of(e, chosen)
-    end = getattr(backend.tokenizer, "eos_token_id", None)
-    listings = list[Listing]()
     sampled = await sample_each(backend, heads, params)
-    for k, head, [completion] in zip(chosen, heads, sampled, strict=True):
-        top = completion.top_logprobs
-        if top is None or not len(top.tokens) or (top.distribution == "raw" and t != 1):
-            continue
-        known = (top.tokens[0] >= 0) & np.isfinite(top.logprobs[0])
-        reported = dict(zip(top.tokens[0][known].tolist(), top.logprobs[0][known], strict=True))
-        for token in {end, int(e.token[k])} - {None}:
-            reported.setdefault(token, -np.inf)
-        tokens = np.array([*reported])
-        sampler = np.array([*reported.values()], dtype=np.float64)
+    end = getattr(backend.tokenizer, "eos_token_id", None)
+    made = [
+        (head, x)
+        for k, head, [c] in zip(chosen, heads, sampled, strict=True)
+        for x in read_listings(c, head, [e.token[k]], end)
+    ]
+    return replace(e, listings=await score_listings(backend, made)) if made else e
+
+
+def read_listings(
+    c: Completion, head: np.ndarray, sampled: Sequence[int], end: int | None
+) -> list[Listing]:
+    "What the sampler lists at each token that was sampled behind a text, without the policy's numbers; none, if raw logprobs say nothing of its temperature."
+    top = c.top_logprobs
+    is_raw = top is not None and top.distribution == "raw" and c.params.temperature != 1
+    if top is None or is_raw or len(top.tokens) != len(sampled):
+        return []
+    listings = list[Listing]()
+    for k, (ids, logprobs) in enumerate(zip(top.tokens, top.logprobs, strict=True)):
+        known = np.isfinite(logprobs)
+        asked = [int(token) for token in (sampled[k], end) if token is not None]
+        others = np.setdiff1d(asked, ids[known])
+        tokens = np.r_[ids[known], others]
+        sampler = np.r_[logprobs[known], np.full(len(others), -np.inf)]
+        is_repeated = np.isin(tokens, np.r_[head, sampled[:k]])
         unscored = np.full(len(tokens), np.nan)
-        listings.append(Listing(k, tokens, sampler, unscored, np.isin(tokens, head)))
-    return replace(e, listings=await score_listings(e, backend, listings))
+        listings.append(Listing(asked[0], tokens, sampler, unscored, is_repeated))
+    return listings
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #aa25f058
-def datum_at(head: np.ndarray, tokens: np.ndarray) -> Datum:
-    "Scores the first of the tokens behind a text, and names all of them as the likeliest there."
-    weights = np.r_[np.zeros(len(head) - 1), 1.0]
-    named = TopLogprobs(tokens[None], np.zeros((1, len(tokens))), weights > 0)
-    return Datum(np.r_[head, tokens[0]], weights, top_logprobs=named)
+def datum_behind(
+    head: np.ndarray, tokens: Sequence[int], listings: Sequence[Listing] = ()
+) -> Datum:
+    "Scores tokens behind a text, and names those of a listing at each of them."
+    weights = np.r_[np.zeros(len(head) - 1), np.ones(len(tokens))]
+    named = None
+    if listings:
+        ids = np.array([*zip_longest(*(x.tokens for x in listings), fillvalue=-1)]).T
+        named = TopLogprobs(ids, np.zeros(ids.shape), weights > 0)
+    return Datum(np.r_[head, tokens], weights, top_logprobs=named)
+
+
+def with_policy(listings: Sequence[Listing], scored: Logprobs) -> tuple[Listing, ...]:
+    "The listings at the last tokens of a row, with what the policy says of their tokens."
+    tops = np.asarray(scored.top, np.float64)[-len(listings) :] if listings else ()  # (C, k)
+    pairs = zip(listings, tops, strict=True)
+    return tuple(replace(x, trainer=top[: len(x.tokens)]) for x, top in pairs)
 
 
 async def score_listings(
-    e: Evidence, backend: Backend, listings: Sequence[Listing]
+    backend: Backend, made: Sequence[tuple[np.ndarray, Listing]]
 ) -> tuple[Listing, ...]:
-    "The listings with what the policy says of their tokens."
-    if not listings:
-        return ()
-    heads = heads_of(e, [x.at for x in listings])
+    "Listings, each behind a text, with what the policy says of their tokens."
     score = backend.policy.forward
     if backend.capabilities.scores_top:
-        scored = await score([datum_at(h, x.tokens) for h, x in zip(heads, listings, strict=True)])
-        tops = [np.asarray(lp.top, np.float64) for lp in scored]  # (N-1, k) each
-        pairs = zip(listings, tops, strict=True)
-        return tuple(replace(x, trainer=top[-1, : len(x.tokens)]) for x, top in pairs)
-    datums = [
-        Datum(np.r_[head, token], np.r_[np.zeros(len(head) - 1), 1.0])
-        for x, head in zip(listings, heads, strict=True)
-        for token in x.tokens
-    ]
-    scored = iter(await score(datums))
+        scored = await score([datum_behind(head, x.tokens[:1], [x]) for head, x in made])
+        return tuple(with_policy([x], lp)[0] for (_, x), lp in zip(made, scored, strict=True))
+    each = iter(await score([datum_behind(head, [t]) for head, x in made for t in x.tokens]))
     return tuple(
-        replace(x, trainer=np.array([float(next(scored).values[-1]) for _ in x.tokens]))
-        for x in listings
+        replace(x, trainer=np.array([float(next(each).values[-1]) for _ in x.tokens]))
+        for _, x in made
     )
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #b15d2f13
@@ -545,26 +561,30 @@ async def run_completions(
     most: int = 4,
     max_tokens: int = 24,
 ) -> Evidence:
-    "Sample a few completions again, and let both sides score them."
+    "Sample a few completions again with their likeliest tokens, and let both sides score them."
     rows = worst_datums(e, datum_indices)
     room = (backend.capabilities.max_seq_len or 10**9) - max_tokens
     heads = {h.tobytes(): h for h in (turn_with_largest_gap(e, row) for row in rows)}
     chosen = [h for h in heads.values() if len(h) <= room][:most]
-    sampled = await sample_each(backend, chosen, SampleParams(n=1, max_tokens=max_tokens))
+    can_list = backend.capabilities.scores_top and e.provenance.trainer_temperature in (None, 1.0)
+    top = min(LISTED_TOKENS, backend.capabilities.top_logprobs) if can_list else 0
+    params = SampleParams(n=1, max_tokens=max_tokens, top_logprobs=top)
+    sampled = await sample_each(backend, chosen, params)
     pairs = [(h, c) for h, [c] in zip(chosen, sampled, strict=True) if len(c.tokens)]
     if not pairs:
         return e
-    datums = [
-        Datum(np.r_[h, c.tokens], np.r_[np.zeros(len(h) - 1), np.ones(len(c.tokens))])
-        for h, c in pairs
-    ]
-    policy = [lp.values for lp in await backend.policy.forward(datums)]
+    end = getattr(backend.tokenizer, "eos_token_id", None)
+    listings = [read_listings(c, h, c.tokens, end) for h, c in pairs]
+    datums = [datum_behind(h, c.tokens, x) for (h, c), x in zip(pairs, listings, strict=True)]
+    policy = await backend.policy.forward(datums)
     echo = [np.full(len(d.weights), np.nan) for d in datums]
     if "echo" not in e.failed:
         echo = [lp.values for lp in await echo_all(backend, [d.tokens for d in datums])]
     completions = [
-        FreshCompletion(chosen_logprobs(c), echoed[d.active], scored[d.active])
-        for (_, c), d, echoed, scored in zip(pairs, datums, echo, policy, strict=True)
+        FreshCompletion(
+            chosen_logprobs(c), echoed[d.active], lp.values[d.active], with_policy(x, lp)
+        )
+        for (_, c), d, echoed, lp, x in zip(pairs, datums, echo, policy, listings, strict=True)
     ]
     return replace(e, completions=tuple(completions))
 

@@ -130,6 +130,11 @@ class Evidence:
         "(K,) s - p."
         return self.s - self.p
 
+    @property
+    def all_listings(self) -> tuple[Listing, ...]:
+        "Those behind recorded tokens, and those of fresh completions."
+        return (*self.listings, *(x for c in self.completions for x in c.listings))
+
     def prefix_hashes(self, and_token: bool) -> np.ndarray:
         "(K,) a number for the tokens of the row before each position, or up to it, and for the step: equal = the same."
         salt = np.random.default_rng(0).integers(
@@ -157,8 +162,8 @@ class Resample:
 class Listing:
     "The likeliest tokens at one place as the sampler lists them, and what the policy says of the same tokens."
 
-    at: int  # compared position
-    tokens: np.ndarray  # (K,) ids; the end of a text and the recorded token are always among them
+    sampled: int  # id of the token that was sampled there
+    tokens: np.ndarray  # (K,) ids; the end of a text and the sampled token are always among them
     sampler: np.ndarray  # (K,) nats; -inf = it does not list this token
     trainer: np.ndarray  # (K,) nats
     is_repeated: np.ndarray  # (K,) bool: the token stands in the text before
@@ -181,6 +186,7 @@ class FreshCompletion:
     reported: np.ndarray  # by the sampler while it sampled
     echo: np.ndarray  # by the sampler, scoring the same tokens; NaN = it cannot
     policy: np.ndarray
+    listings: tuple[Listing, ...] = ()  # one per token; empty = not known
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #530889c2
 Value = TypeVar("Value")
