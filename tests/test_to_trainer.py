@@ -32,7 +32,8 @@ from rl_notebook.cli import main as command
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import ConfigError
 from rl_notebook.recipes import conversion
-from rl_notebook.recipes.conversion import TRL, config_of_trl, convert, learning_settings
+from rl_notebook.recipes.conversion import TRL, convert, learning_settings
+from rl_notebook.recipes.from_trainer import pattern_of, read_paths
 from rl_notebook.recipes.to_trainer import terms_there
 from rl_notebook.task.rewards import make_soft_overlong
 from rl_notebook.task.toy import toy_format_reward, toy_reward
@@ -161,6 +162,13 @@ def test_the_defaults_are_those_of_trl() -> None:
     assert {name: defaults[name] for name in TRL.defaults} == TRL.defaults
 
 
+def test_every_setting_of_trl_is_in_the_table() -> None:
+    known = {*TRL.config, *TRL.defaults, *TRL.earlier, "reward_weights"}
+    patterns = [*TRL.local.split(), *TRL.lacks]
+    names = {f.name for f in fields(GRPOConfig)} - known
+    assert [name for name in names if not pattern_of(name, patterns)] == []
+
+
 def test_what_only_trl_has_is_a_note() -> None:
     words = {
         "sync_ref_model": True,
@@ -168,12 +176,12 @@ def test_what_only_trl_has_is_a_note() -> None:
         "optim": "adafactor",
         "vllm_gpu_memory_utilization": 0.5,
     }
-    _, notes = config_of_trl(words)
+    _, notes, _ = read_paths("trl", words)
     text = "\n".join(notes)
     assert len(notes) == 3
     assert all(name in text for name in ("sync_ref_model", "num_iterations=2", "optim"))
     with pytest.raises(ConfigError, match="no whole number of groups"):
-        config_of_trl({"num_generations": 5})
+        read_paths("trl", {"num_generations": 5})
 
 
 def test_the_penalty_for_length_is_trls() -> None:

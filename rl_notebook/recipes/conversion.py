@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -15,13 +14,7 @@ from typing import Any
 
 import yaml
 
-from rl_notebook.config.aliases import (
-    CORRECTION,
-    NEUTRAL,
-    OTHER_WORDS,
-    RENAMED,
-    our_names,
-)
+from ..config.aliases import CORRECTION, RENAMED
 from ..config.config import Config, FireworksConfigs, ServiceSettings
 from ..config.settings import SubConfigs
 from ..core.advantages import WITHOUT_STD
@@ -31,7 +24,7 @@ from ..experiments.plan import plan
 from ..runs.watch import LOSS_SETTINGS, loss_settings
 
 # %% auto #0
-__all__ = ['config_of_trl', 'Carried', 'Conversion', 'convert']
+__all__ = ['Carried', 'Conversion', 'convert']
 
 # %% ../../nbs/recipes/08_conversion.ipynb #59161965
 _LOCAL = """
@@ -123,14 +116,16 @@ def quantities(cfg: Config, processes: int = 1) -> dict[str, Any]:
     elif surrogate == "ppo" and values["eps_clip_c"] is not None:
         surrogate = "dual_clip"
     schedule = values["lr_scheduler_type"]
-    falls = schedule not in ("constant", "constant_with_warmup", "cosine")
-    decay = {"constant_with_warmup": 0}.get(
-        schedule, (cfg.steps or 0) - cfg.warmup_steps if falls else None
-    )
+    decay: int | None = (cfg.steps or 0) - cfg.warmup_steps
+    if schedule == "constant_with_warmup":
+        decay = 0
+    elif schedule in ("constant", "cosine"):
+        decay = None
     return values | {
         "processes": processes,
         "completions": completions,
         "micro": micro,  # completions of a micro-batch of one process
+        "batch_of_process": micro,
         "parts": share // micro,  # micro-batches of an update
         "slices": share // micro * updates,  # micro-batches of a step
         "updates_of_run": None if cfg.steps is None else cfg.steps * updates,
@@ -141,7 +136,7 @@ def quantities(cfg: Config, processes: int = 1) -> dict[str, Any]:
         "lora_alpha": int(cfg.lora_alpha) if cfg.lora_rank else None,
         "adapter_rank": cfg.lora_rank or 32,
         "kl_on": cfg.kl_beta > 0,
-        "estimator": "rloo" if cfg.advantage_scale == "loo" else "grpo",
+        "estimator": {"loo": "rloo", "gdpo": "gdpo"}.get(cfg.advantage_scale, "grpo"),
         "surrogate": surrogate,
         "ratio_low": low,
         "ratio_high": high,
@@ -149,6 +144,7 @@ def quantities(cfg: Config, processes: int = 1) -> dict[str, Any]:
         "schedule_decay": decay,
         "length_limit": cfg.max_completion_tokens if cfg.aggregation == "constant" else None,
         "max_prompt_tokens": cfg.max_seq_len - cfg.max_completion_tokens,
+        "evaluates": evaluates,
         "eval_updates": cfg.eval_interval * updates if evaluates else None,
         "eval_completions": cfg.eval_samples if evaluates else None,
         "eval_batch": 8 * cfg.eval_samples if evaluates else None,
@@ -193,6 +189,8 @@ class Table:
         ""  # settings of it that are read elsewhere, or change nothing that is learned; * for any
     )
     earlier: Mapping[str, str] = field(default_factory=dict)  # other names of its settings: today's
+    synonyms: Mapping[str, Any] = field(default_factory=dict)  # name=value: the value in `config`
+    beside: Mapping[str, str] = field(default_factory=dict)  # names outside of its config: ours
     lacks: Mapping[str, str] = field(
         default_factory=dict
     )  # reasons, by its settings without a term here
@@ -290,12 +288,12 @@ config:
   max_steps: $updates_of_run null=-1
   warmup_steps: $warmup
   lr_scheduler_kwargs: $min_lr
-  per_device_train_batch_size: $micro
+  per_device_train_batch_size: $batch_of_process
   gradient_accumulation_steps: $parts
   steps_per_generation: $slices
   num_iterations: 1
   scale_rewards: $advantage_scale std=group none=none batch=batch loo=none gdpo=group else=group
-  multi_objective_aggregation: $advantage_scale std=sum_then_normalize gdpo=normalize_then_sum else=sum_then_normalize
+  multi_objective_aggregation: $estimator grpo=sum_then_normalize gdpo=normalize_then_sum else=sum_then_normalize
   mask_truncated_completions: $overlong keep=false mask=true else=false
   optim: adamw_torch
   disable_dropout: true
@@ -303,9 +301,9 @@ config:
   bf16: $dtype float32=false bfloat16=true else=false
   model_init_kwargs: {dtype: float32}
   use_cpu: $device auto=false cpu=true else=false
-  eval_strategy: $eval_updates null="no" else=steps
+  eval_strategy: $evaluates false="no" true=steps else="no"
   eval_steps: $eval_updates
-  eval_on_start: $eval_updates null=false else=true
+  eval_on_start: $evaluates
   num_generations_eval: $eval_completions
   per_device_eval_batch_size: $eval_batch
   save_strategy: $save_updates null="no" else=steps
@@ -314,6 +312,32 @@ config:
   logging_steps: 1
   log_completions: $log_completions 0=false else=true
   num_completions_to_print: $log_completions 0=null
+  loss_type: $loss_or_mean token_mean=dapo sequence_mean=grpo constant=dr_grpo sample_mean=luspo cispo=cispo sapo=sapo vespo=vespo else=dapo
+  importance_sampling_level: $policy_loss ppo=token gspo=sequence else=token
+  beta: $
+  use_bias_correction_kl: $kl_bias_correction false=false null=false
+  epsilon: $
+  epsilon_high: $
+  delta: $
+  sapo_temperature_pos: $
+  sapo_temperature_neg: $
+  vespo_k_pos: $
+  vespo_lambda_pos: $
+  vespo_k_neg: $
+  vespo_lambda_neg: $
+  off_policy_mask_threshold: $
+  top_entropy_quantile: $
+  entropy_coef: $
+  use_adaptive_entropy: $adapts_entropy
+  entropy_target: $
+  entropy_coef_delta: $
+  vllm_importance_sampling_correction: $corrects
+  vllm_importance_sampling_mode: $correction product_mask=sequence_mask product_truncate=sequence_truncate token_mask=token_mask
+    token_truncate=token_truncate else=null
+  vllm_importance_sampling_clip_max: $tis_cap
+  vllm_importance_sampling_clip_min: $tis_floor 0=null
+  use_vllm: $corrects
+  vllm_mode: $corrects true=colocate else=null
 factor:
   <<: *factor
   aggregation=sum: 'the gradient is divided by the number of trained tokens: AdamW hardly sees it, `grad_clip_norm` does'
@@ -331,6 +355,7 @@ impossible:
   load_in_8bit: pass a quantization_config to the trainer
   stop: "with vLLM: generation_kwargs={{'stop': [...]}}"
   kl_estimator: TRL's KL term is k3
+fixed: {advantage_eps: 1.0e-4, drop_zero_variance_groups: false, weight_decay_on: matrices}
 defaults:
   {num_generations: 8, max_completion_length: 512, temperature: 1.0, top_p: 1.0, top_k: 0, min_p: null, repetition_penalty: 1.0,
   num_train_epochs: 3.0, max_steps: -1, shuffle_dataset: true, seed: 42, learning_rate: 1.0e-6, lr_scheduler_type: linear,
@@ -343,128 +368,74 @@ defaults:
   vllm_importance_sampling_correction: true, vllm_importance_sampling_mode: sequence_mask, vllm_importance_sampling_clip_max: 3.0,
   vllm_importance_sampling_clip_min: null, chat_template_kwargs: null, num_generations_eval: null, eval_strategy: "no",
   eval_steps: null, per_device_train_batch_size: 8, gradient_accumulation_steps: 1, steps_per_generation: null,
-  generation_batch_size: null, num_iterations: 1, bf16: null, fp16: false}
+  generation_batch_size: null, num_iterations: 1, optim: adamw_torch_fused, bf16: null, fp16: false, sync_ref_model: false, ref_model_mixup_alpha: 0.6,
+  ref_model_sync_steps: 512, generation_kwargs: null, cast_lm_head_to_fp32: false, router_aux_loss_coef: null, entropy_coef_min: 0.0,
+  entropy_coef_max: 1.0, max_tool_calling_iterations: null}
 local: >
-  disable_dropout model_init_kwargs trust_remote_code log_completions num_completions_to_print log_unique_prompts log_multimodal
-  log_completions_hub_repo pad_to_multiple_of ds3_gather_for_generation cache_implementation use_transformers_paged
-  use_transformers_continuous_batching transformers_continuous_batching_config
-  num_iterations steps_per_generation generation_batch_size per_device_train_batch_size gradient_accumulation_steps max_steps
-  warmup_steps lr_scheduler_kwargs eval_strategy eval_steps num_generations_eval bf16 fp16 use_vllm
+  disable_dropout model_init_kwargs trust_remote_code log_* num_completions_to_print pad_to_multiple_of ds3_gather_for_generation
+  cache_implementation use_transformers_* transformers_continuous_batching_config vllm_[!i]* use_vllm bf16* fp16* tf32
+  steps_per_generation generation_batch_size per_device_* gradient_accumulation_steps num_generations_eval eval_* max_steps warmup_steps
+  accelerator_config activation_checkpointing* auto_find_batch_size average_tokens_across_devices batch_eval_metrics data_seed
+  dataloader_* ddp_* debug deepspeed disable_tqdm do_eval do_predict do_train enable_jit_checkpoint fsdp* full_determinism
+  gradient_checkpointing* greater_is_better hub_* ignore_data_skip include_* label_* length_column_name liger_kernel_config
+  load_best_model_at_end local_rank logging_* metric_for_best_model neftune_noise_alpha optim_args optim_target_modules output_dir
+  parallelism_config prediction_loss_only project push_to_hub* remove_unused_columns report_to restore_callback_states_from_checkpoint
+  resume_from_checkpoint run_name save_* skip_memory_metrics torch_compile* torch_empty_cache_steps trackio_* train_sampling_strategy
+  args reward_funcs train_dataset eval_dataset peft_config processing_class tokenizer callbacks reward_processing_classes optimizers
+  target_modules task_type bias lora_dropout use_rslora modules_to_save inference_mode model_init_kwargs
+  use_cache use_cpu use_liger_kernel no_cuda logging_dir group_by_length ray_scope jit_mode_eval use_ipex half_precision_backend
+earlier:
+  model: model_name_or_path
+  r: lora_r
+  warmup_ratio: warmup_steps
+  vllm_importance_sampling_cap: vllm_importance_sampling_clip_max
+synonyms: {scale_rewards=True: group, scale_rewards=False: none, loss_type=bnpo: dapo, optim=adamw_torch_fused: adamw_torch,
+  vllm_importance_sampling_clip_max=None: 1.0e+30, "lr_scheduler_kwargs={}": null}
+beside: {model_name_or_path: base_model, lora_r: lora_rank, lora_alpha: lora_alpha, dataset_name: dataset, dataset_config: dataset_config,
+  dataset_train_split: dataset_split, dataset_test_split: dataset_eval_split, system_prompt: system_prompt, weight_decay_on: weight_decay_on,
+  eval_rows: eval_rows}
+lacks:
+  num_iterations: each sample is trained on once here
+  sync_ref_model: the reference stays as it is
+  ref_model_*: the reference stays as it is
+  generation_kwargs: each sampling setting has a name, such as top_k
+  cast_lm_head_to_fp32: dtype is 'float32' or 'bfloat16'
+  router_aux_loss_coef: a router gets no loss of its own here
+  entropy_coef_m*: entropy_coeff adapts between 0 and 1
+  max_tool_calling_iterations: the rollout function decides how many turns there are
+  optim: AdamW is the only optimizer
+  rollout_func: give a rollout function
+  tools: give a rollout function
 """)
 
 # %% ../../nbs/recipes/08_conversion.ipynb #401d50ca
-KINDS = {
-    preset["aggregation"]: kind
-    for kind, preset in TRL_PRESETS.items()
-    if preset["policy_loss"] == "ppo"
-}
 LOSS_NAMES = {name for names in LOSS_SETTINGS.values() for name in names.split()}
-BESIDE = ("base_model", "lora_rank", "lora_alpha", "weight_decay_on", "eval_rows")  # GRPOConfig
-MODES = {
-    (ours["tis"], ours["tis_mode"]): mode
-    for mode, ours in OTHER_WORDS["vllm_importance_sampling_mode"].items()
-}
 
 
-def trl_loss(s: Mapping[str, Any]) -> dict[str, Any]:
-    "The loss of learning settings in TRL's words: the nearest where it has no other."
-    loss = s["policy_loss"]
-    kind = loss if loss in ("cispo", "sapo", "vespo") else KINDS.get(s["aggregation"], "dapo")
-    share = 1.0 if loss == "gspo" else s["top_entropy_quantile"]
-    of_tokens = TRL_PRESETS[kind]["aggregation"] == "token_mean" and share == 1
-    mode = MODES.get((s["tis"], s.get("tis_mode")))
-    corrects = mode is not None and not (mode.startswith("token") and loss == "gspo")
-    words = {name: s.get(RENAMED.get(name, name)) for name in LOSS_NAMES}
-    words |= {
-        "loss_type": kind,
-        "importance_sampling_level": "sequence" if loss == "gspo" else "token",
-        "use_bias_correction_kl": bool(s.get("kl_bias_correction")),
-        "top_entropy_quantile": share,
-        "entropy_coef": s["entropy_coeff"] if of_tokens else 0.0,
-        "use_adaptive_entropy": of_tokens and s["entropy_target"] is not None,
-        "use_vllm": corrects,
-        "vllm_importance_sampling_correction": corrects,
-        "vllm_importance_sampling_mode": mode,
-        "vllm_importance_sampling_clip_min": s.get("tis_floor") or None,
-    }
-    if s["eps_clip_c"] is not None and s["eps_clip_c"] < 1 + s["eps_clip_high"]:
-        words["delta"] = None
-    if loss == "cispo":
-        words["epsilon_high"] = 1 + s["eps_clip_high"]
-    read = {*loss_settings(words), "loss_type", "use_vllm", "vllm_importance_sampling_correction"}
-    kept = {name: v for name, v in words.items() if name in read and v is not None}
-    if corrects:
-        cap = None if s["tis_cap"] >= 1e30 else s["tis_cap"]
-        kept |= {"vllm_mode": "colocate", "vllm_importance_sampling_clip_max": cap}
-    return kept
-
-# %% ../../nbs/recipes/08_conversion.ipynb #d813a161
-def changes_nothing(name: str) -> bool:
-    "Whether a setting of TRL says where a run computes or what it prints, and not what is learned."
-    from transformers import TrainingArguments
-
-    of_transformers = {f.name for f in fields(TrainingArguments)} - {*TRL.defaults, "optim"}
-    of_vllm = name.startswith("vllm_") and name not in LOSS_NAMES
-    return name in TRL.local.split() or name in of_transformers or of_vllm
-
-
-def scheduled(words: Mapping[str, Any], updates: int) -> dict[str, Any]:
-    "Steps, warm-up and evaluations, which TRL counts in optimizer steps."
-    steps = words["max_steps"]
-    warm = words["warmup_steps"]
-    ours: dict[str, Any] = {"ppo_n_minibatches": updates}
-    ours["steps"] = math.ceil(steps / updates) if steps > 0 else None
-    ours["warmup_ratio" if warm < 1 else "warmup_steps"] = (
-        warm if warm < 1 else math.ceil(warm / updates)
+def trl_loss(values: Mapping[str, Any]) -> dict[str, Any]:
+    "What stands in the loss of TRL's table: the nearest where TRL has no other."
+    loss = values["policy_loss"]
+    kind = loss if loss in ("cispo", "sapo", "vespo") else values["aggregation"]
+    quantile = 1.0 if loss == "gspo" else values["top_entropy_quantile"]
+    over_tokens = quantile == 1 and kind not in (
+        "sequence_mean",
+        "sample_mean",
+        "constant",
+        "sapo",
     )
-    ours |= words["lr_scheduler_kwargs"] or {}
-    if words["eval_strategy"] == "steps" and words["eval_steps"]:
-        ours["eval_interval"] = math.ceil(words["eval_steps"] / updates)
-        ours["eval_samples"] = words["num_generations_eval"] or words["num_generations"]
-    return ours
-
-# %% ../../nbs/recipes/08_conversion.ipynb #36ebd93a
-def config_of_trl(
-    settings: Mapping[str, Any],  # keywords of GRPOConfig; what is left out has TRL's default
-    processes: int = 1,  # of the run
-    **ours: Any,  # settings of `Config` that are known from elsewhere, as base_model
-) -> tuple[Config, tuple[str, ...]]:  # and what could not be carried over, in sentences
-    "An experiment of TRL as a config; raises `ConfigError` for batches of TRL that do not divide."
-    words = {**TRL.defaults, **settings}
-    planned = plan(words, processes=processes)
-    if planned.problems:
-        raise ConfigError("GRPOConfig", got=planned.problems[0], expected="batches that divide")
-    updates = len({part.update for part in planned.slices if part.generation == 1})
-    notes = list[str]()
-    if words["num_iterations"] > 1:
-        updates //= words["num_iterations"]
-        notes.append(
-            f"num_iterations={words['num_iterations']}: each sample is trained on once here"
-        )
-    unread = LOSS_NAMES - loss_settings(words)
-    known = {*RENAMED, *OTHER_WORDS, *NEUTRAL, *(f.name for f in fields(Config))}
-    kept = dict[str, Any]()
-    for name, value in words.items():
-        is_none = value is None and name != "vllm_importance_sampling_clip_max"
-        is_adam = name == "optim" and value in ("adamw_torch", "adamw_torch_fused")
-        if is_none or is_adam or name in unread or changes_nothing(name):
-            continue
-        try:
-            if name not in known:
-                raise ConfigError(name, got=quoted(value), expected="nothing of the kind here")
-            our_names(name, value, words)
-            kept[name] = value
-        except ConfigError as error:
-            notes.append(str(error))
-    if kept.get("weight_decay") and "weight_decay_on" not in ours:
-        kept["weight_decay_on"] = "matrices"
-    kept |= {"prompt_groups_per_step": planned.prompts, "drop_zero_variance_groups": False}
-    kept |= scheduled(words, max(updates, 1))
-    if words["bf16"]:
-        kept["dtype"] = "bfloat16"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other spellings, which these are
-        return Config.from_dict(kept, {"max_rows": None, **ours}), tuple(notes)
+    level = values["tis"]
+    high = values["eps_clip_high"]
+    cap = values["eps_clip_c"]
+    return {
+        "loss_or_mean": kind,
+        "eps_clip_high": values["ratio_high"] if loss == "cispo" else high,
+        "eps_clip_c": None if cap is None or cap < 1 + high else cap,
+        "top_entropy_quantile": quantile,
+        "entropy_coeff": values["entropy_coeff"] if over_tokens else 0.0,
+        "adapts_entropy": over_tokens and values["entropy_target"] is not None,
+        "corrects": level == "product" or (level == "token" and loss != "gspo"),
+        "correction": f"{level}_{values.get('tis_mode')}",
+    }
 
 # %% ../../nbs/recipes/08_conversion.ipynb #c6ee3630
 VERL = read_table("""
@@ -496,7 +467,7 @@ config:
   actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu: $micro
   actor_rollout_ref.actor.ppo_epochs: 1
   actor_rollout_ref.actor.optim.lr: $learning_rate
-  actor_rollout_ref.actor.optim.lr_scheduler_type: $lr_scheduler_type constant=constant constant_with_warmup=constant
+  actor_rollout_ref.actor.optim.lr_scheduler_type: $lr_scheduler_type constant_with_warmup=constant constant=constant
     cosine=cosine cosine_with_min_lr=cosine else=constant
   actor_rollout_ref.actor.optim.min_lr_ratio: $min_lr_rate
   actor_rollout_ref.actor.optim.lr_warmup_steps: $warmup_steps 0=-1
@@ -656,7 +627,7 @@ config:
   trainer.policy.model.lora.rank: $lora_rank
   trainer.policy.model.lora.alpha: $lora_alpha
   trainer.policy.optimizer_config.lr: $learning_rate
-  trainer.policy.optimizer_config.scheduler: $lr_scheduler_type constant=constant_with_warmup constant_with_warmup=constant_with_warmup
+  trainer.policy.optimizer_config.scheduler: $lr_scheduler_type constant_with_warmup=constant_with_warmup constant=constant_with_warmup
     linear=linear cosine=cosine inverse_sqrt=inverse_sqrt else=constant_with_warmup
   trainer.policy.optimizer_config.num_warmup_steps: $warmup_updates
   trainer.policy.optimizer_config.adam_betas: $betas
@@ -1004,60 +975,122 @@ lacks:
 """)
 TABLES = {"trl": TRL, "verl": VERL, "prime-rl": PRIME_RL, "skyrl": SKYRL, "tinker": TINKER}
 
+# %% ../../nbs/recipes/08_conversion.ipynb #b8922dcf
+def read_trl(given: Mapping[str, Any], values: Mapping[str, Any], processes: int) -> dict[str, Any]:
+    "What settings of TRL mean together; raises `ConfigError` for batches that do not divide."
+    planned = plan(given, processes=processes)
+    if planned.problems:
+        raise ConfigError("GRPOConfig", got=planned.problems[0], expected="batches that divide")
+    trained = {part.update for part in planned.slices if part.generation == 1}
+    updates = max(len(trained) // given["num_iterations"], 1)
+    read = {"prompt_groups_per_step": planned.prompts, "ppo_n_minibatches": updates}
+    if (values["updates_of_run"] or 0) > 0:
+        read["steps"] = math.ceil(values["updates_of_run"] / updates)
+    if values["warmup"] < 1:
+        read["warmup_ratio"] = values["warmup"]
+    else:
+        read["warmup_steps"] = math.ceil(values["warmup"] / updates)
+    if values["evaluates"] and values["eval_updates"]:
+        read["eval_interval"] = math.ceil(values["eval_updates"] / updates)
+        read["eval_samples"] = values["eval_completions"] or values["completions_per_prompt"]
+    return read | read_trl_loss(values, given["use_vllm"]) | (values["min_lr"] or {})
 
-def read_settings(table: Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-    "What the settings of a trainer mean, by our names; those that are left out have its defaults."
+
+def read_trl_loss(values: Mapping[str, Any], use_vllm: bool) -> dict[str, Any]:
+    "What settings of TRL's loss mean together: the inverse of `trl_loss`."
+    kind = values["loss_or_mean"]
+    read = {"policy_loss": values["policy_loss"], "aggregation": kind}
+    read |= TRL_PRESETS.get(kind, {})
+    high = values["eps_clip_high"]
+    if high is None:
+        high = values["eps_clip"]
+    if kind == "cispo":
+        read |= {"eps_clip": 1.0, "eps_clip_high": high - 1}
+    elif (values["eps_clip_c"] or math.inf) < 1 + high:
+        read |= {"eps_clip_c": 1 + high, "eps_clip_high": values["eps_clip_c"] - 1}
+    over_tokens = read["aggregation"] == "token_mean" and values["top_entropy_quantile"] == 1
+    if not over_tokens:
+        read["entropy_coeff"] = 0.0
+    if not (over_tokens and values["adapts_entropy"]):
+        read["entropy_target"] = None
+    if use_vllm and values["corrects"]:
+        read["tis"], _, read["tis_mode"] = values["correction"].partition("_")
+    return read
+
+# %% ../../nbs/recipes/08_conversion.ipynb #156ed9d2
+def read_counts(values: Mapping[str, Any]) -> dict[str, Any]:
+    "Prompts, updates and lengths of a trainer that counts them in another way."
+    read = dict[str, Any]()
+    if "completions" in values:
+        groups = values["completions"] // values["completions_per_prompt"]
+        read["prompt_groups_per_step"] = groups
+    if "prompts_of_update" in values:
+        updates = max(values["prompt_groups_per_step"] // values["prompts_of_update"], 1)
+        read["ppo_n_minibatches"] = updates
+        read["warmup_steps"] = values.get(
+            "warmup_steps", values.get("warmup_updates", 0) // updates
+        )
+        read["max_seq_len"] = values["max_prompt_tokens"] + values["max_completion_tokens"]
+        read["adam_beta1"], read["adam_beta2"] = values["betas"]
+    if "adapter_rank" in values:
+        read["lora_rank"] = values["adapter_rank"]
+    if values.get("micro"):
+        read["max_samples_per_fwd_bwd"] = values["micro"]
+    return read
+
+
+def read_schedule(values: Mapping[str, Any]) -> dict[str, Any]:
+    "The schedule of the learning rate, and its warm-up."
+    schedule = values.get("lr_scheduler_type", "constant")
+    warmup = values.get("warmup_steps") or 0
+    if "schedule_warmup" in values and schedule != "constant":
+        warmup = values["schedule_warmup"]
+    if schedule == "linear" and values.get("schedule_decay") == 0:
+        schedule = "constant_with_warmup"
+    if schedule == "constant_with_warmup" and not (warmup or values.get("warmup_ratio")):
+        schedule = "constant"
+    if schedule == "cosine" and values.get("min_lr_rate"):
+        schedule = "cosine_with_min_lr"
+    return {"lr_scheduler_type": schedule, "warmup_steps": warmup}
+
+# %% ../../nbs/recipes/08_conversion.ipynb #77ceba13
+def read_loss(values: Mapping[str, Any]) -> dict[str, Any]:
+    "The loss, its bounds, and how advantages are made."
+    loss = values.get("surrogate", values.get("policy_loss", "ppo"))
+    read = dict[str, Any]()
+    if values.get("estimator") in ("rloo", "gdpo"):
+        read["advantage_scale"] = {"rloo": "loo", "gdpo": "gdpo"}[values["estimator"]]
+    if not values.get("kl_on", True):
+        read["kl_beta"] = 0.0
+    if values.get("surrogate") == "ppo":
+        read["eps_clip_c"] = None
+    if loss == "dual_clip":
+        loss = "ppo"
+    elif loss == "dppo_tv" and values["dppo_low"] >= 1 <= values["dppo_high"]:
+        loss = "importance_sampling"
+    if None not in (values.get("ratio_low"), values.get("ratio_high")):
+        read |= {"eps_clip": 1 - values["ratio_low"], "eps_clip_high": values["ratio_high"] - 1}
+    unread = {*SURROGATE_PARAM_NAMES} - {*SURROGATE_PARAMS[loss]}
+    return read | {"policy_loss": loss} | dict.fromkeys(unread)
+
+# %% ../../nbs/recipes/08_conversion.ipynb #d25d392d
+def read_learning(table: Table, settings: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
+    """The settings of a config that mean what a trainer's settings mean; those that are left out have its defaults.
+
+    Raises `ConfigError` for batches of TRL that do not divide."""
     given = {**table.defaults, **settings}
     slots = [slot for slot in reversed(table.slots) if slot.name in given]  # the first wins
     values = {slot.setting: slot.ours(given[slot.name]) for slot in slots}
-    if "completions" in values:
-        values["prompt_groups_per_step"] = values["completions"] // values["completions_per_prompt"]
-    if "prompts_of_update" in values:
-        updates = max(values["prompt_groups_per_step"] // values["prompts_of_update"], 1)
-        beta1, beta2 = values["betas"]
-        values |= {"adam_beta1": beta1, "adam_beta2": beta2, "ppo_n_minibatches": updates}
-        values["max_seq_len"] = values["max_prompt_tokens"] + values["max_completion_tokens"]
-        values.setdefault("warmup_steps", values.get("warmup_updates", 0) // updates)
-    if "adapter_rank" in values:
-        values["lora_rank"] = values["adapter_rank"]
-    if values.get("estimator") == "rloo":
-        values["advantage_scale"] = "loo"
-    if values.get("micro"):
-        values["max_samples_per_fwd_bwd"] = values["micro"]
-    return values
-
-
-def read_learning(table: Table, settings: Mapping[str, Any]) -> dict[str, Any]:
-    "The settings of a config that mean what a trainer's settings mean."
-    values = read_settings(table, settings)
-    schedule = values.get("lr_scheduler_type", "constant")
-    if "schedule_warmup" in values and schedule != "constant":
-        values["warmup_steps"] = values["schedule_warmup"]
-    warms = values.get("warmup_steps") or values.get("warmup_ratio")
-    if schedule == "linear" and values.get("schedule_decay") == 0:
-        schedule = "constant"
-    if schedule in ("constant", "constant_with_warmup"):
-        schedule = "constant_with_warmup" if warms else "constant"
-    elif values.get("min_lr_rate"):
-        schedule = "cosine_with_min_lr"
-    values["lr_scheduler_type"] = schedule
-    if not values.get("kl_on", True):
-        values["kl_beta"] = 0.0
-    surrogate = values.get("surrogate", "ppo")
-    if surrogate == "dppo_tv" and values["dppo_low"] >= 1 <= values["dppo_high"]:
-        surrogate = "importance_sampling"
-    if values.get("surrogate") == "ppo":
-        values["eps_clip_c"] = None
-    values["policy_loss"] = "ppo" if surrogate == "dual_clip" else surrogate
-    if values.get("ratio_low") is not None and values.get("ratio_high") is not None:
-        values["eps_clip"] = 1 - values["ratio_low"]
-        values["eps_clip_high"] = values["ratio_high"] - 1
+    values |= {ours: given[name] for name, ours in table.beside.items() if name in given}
+    if table is TRL:
+        values |= read_trl(given, values, processes)
+    values |= read_counts(values)
+    values |= read_schedule(values)
+    values |= read_loss(values)
     if not values.get("lora_rank"):
         values.pop("lora_alpha", None)
     defaults = {**Config().flat(), **table.fixed}
-    read = {name: values.get(name, default) for name, default in defaults.items()}
-    unread = {*SURROGATE_PARAM_NAMES} - {*SURROGATE_PARAMS[read["policy_loss"]]}
-    return read | dict.fromkeys(unread)
+    return {name: values.get(name, default) for name, default in defaults.items()}
 
 # %% ../../nbs/recipes/08_conversion.ipynb #44e0445e
 @dataclass(frozen=True)
@@ -1120,6 +1153,23 @@ class Conversion:
         return "\n".join(lines)
 
 # %% ../../nbs/recipes/08_conversion.ipynb #a61e5ff0
+def write_settings(table: Table, values: Mapping[str, Any]) -> dict[str, Any]:
+    "The trainer's config, without the settings of TRL that its loss does not read."
+    if table is not TRL:
+        return table.fill(values)
+    settings = table.fill({**values, **trl_loss(values)})
+    unread = LOSS_NAMES - loss_settings(settings) - {"vllm_importance_sampling_correction"}
+    return {name: value for name, value in settings.items() if name not in unread}
+
+
+def read_there(
+    table: Table, settings: Mapping[str, Any], here: Mapping[str, Any], processes: int
+) -> dict[str, Any]:
+    "What was written, read back; what stands outside of the trainer's config is as it is here."
+    beside = {name: here[name] for name in table.beside.values() if name in here}
+    return learning_settings(read_learning(table, settings, processes) | beside)
+
+# %% ../../nbs/recipes/08_conversion.ipynb #871452c5
 def convert(
     cfg: Config,
     trainer: str = "trl",  # or "verl", "prime-rl", "skyrl", "tinker"
@@ -1137,20 +1187,15 @@ def convert(
     table = TABLES[trainer]
     values = quantities(cfg, processes)
     here = learning_settings(cfg.flat())
-    if trainer == "trl":
-        settings = table.fill(values) | trl_loss(here)
-        beside = {name: here[name] for name in BESIDE if name in here}
-        there = learning_settings(config_of_trl(settings, processes, **beside)[0].flat())
-    else:
+    if "$prompts_of_update" in table.config.values():
         prompts = cfg.prompt_groups_per_step
-        if "$prompts_of_update" in table.config.values():
-            got = f"{prompts} prompts in {cfg.ppo_n_minibatches} updates"
-            values["prompts_of_update"] = equal_share(prompts, cfg.ppo_n_minibatches, 1, got)
-        settings = table.fill(values)
-        there = learning_settings(read_learning(table, settings))
-        if there["policy_loss"] != here["policy_loss"]:  # without the bounds of another loss
-            values |= dict.fromkeys([*SURROGATE_PARAM_NAMES, "ratio_low", "ratio_high"])
-            settings = table.fill(values)
-            there = learning_settings(read_learning(table, settings))
+        got = f"{prompts} prompts in {cfg.ppo_n_minibatches} updates"
+        values["prompts_of_update"] = equal_share(prompts, cfg.ppo_n_minibatches, 1, got)
+    settings = write_settings(table, values)
+    there = read_there(table, settings, here, processes)
+    if there["policy_loss"] != here["policy_loss"]:  # without the bounds of another loss
+        values |= dict.fromkeys([*SURROGATE_PARAM_NAMES, "ratio_low", "ratio_high"])
+        settings = write_settings(table, values)
+        there = read_there(table, settings, here, processes)
     carried = tuple(compare_there(table, values, here, there))
     return Conversion(trainer, table.version, settings, there, carried)

@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import shlex
+import string
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,21 +23,22 @@ import pandas as pd
 
 from ..config.aliases import nested, yaml_value
 from ..config.config import Config
-from ..core.imports import named_function
-from ..core.loss_params import SURROGATE_PARAM_NAMES
 from ..core.types import ConfigError, quoted
 from rl_notebook.recipes.conversion import (
+    LOCAL,
+    LOSS_NAMES,
     NO_SUCH_SETTING,
     TABLES,
+    TRL,
     Table,
-    config_of_trl,
     convert,
     learning_settings,
     read_learning,
     same_value,
 )
+from ..runs.watch import loss_settings
 from ..task.data import Row, load_rows
-from ..task.rewards import REWARDS, RewardFn, reward_fn
+from ..task.rewards import RewardFn, reward_fn
 
 # %% auto #0
 __all__ = ['Experiment', 'from_trainer']
@@ -63,13 +65,7 @@ class Experiment:
     def _function(self, name: str) -> Any:
         module, _, function = name.partition(":")
         file = self.folder / f"{module.replace('.', '/')}.py"
-        if name in REWARDS:
-            return name
-        return (
-            runpy.run_path(str(file))[function]
-            if file.exists()
-            else named_function(name, "reward", ConfigError)
-        )
+        return runpy.run_path(str(file))[function] if function and file.exists() else name
 
     def __repr__(self) -> str:
         rewards = ", ".join(self.rewards) or "none that could be read"
@@ -81,8 +77,13 @@ class Experiment:
         return "\n".join(lines)
 
 # %% ../../nbs/recipes/10_from_trainer.ipynb #37f45b11
-WRAPPERS = ("by_sample", "with_texts", "reward_fn")
+CALLS = {  # whose arguments are settings
+    "GRPOConfig": "GRPOConfig|set_defaults|LoraConfig|(?!SFT|DPO).*Trainer",
+    "tinker_cookbook": ".*(Config|Builder)",
+}
+TRAINER_ARGUMENTS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
 DATA = (".json", ".jsonl", ".parquet", ".csv")
+NOTHING = ast.Constant(None)
 
 
 class Unread(str):
@@ -95,21 +96,14 @@ def called(node: ast.AST) -> str:
     return getattr(function, "id", getattr(function, "attr", ""))
 
 
-def argument(call: ast.Call, name: str, position: int) -> ast.expr:
-    "An argument of a call by its name or position; None where it is left out."
-    named = {keyword.arg: keyword.value for keyword in call.keywords}
-    given = dict(enumerate(call.args))
-    return named.get(name, given.get(position, ast.Constant(None)))
-
-
 class Script:
     "A script in Python, parsed and not run."
 
     def __init__(self, file: Path):
         self.file = file
         try:
-            self.text = file.read_text(encoding="utf-8")
-            self.tree = ast.parse(self.text)
+            text = file.read_text(encoding="utf-8")
+            self.tree = ast.parse(text)
         except SyntaxError as error:
             expected = "a script in Python"
             raise ConfigError(
@@ -117,22 +111,68 @@ class Script:
             ) from None
         self.assigned = defaultdict[str, list[ast.expr]](list)
         self.imported = dict[str, str]()
-        top = self.tree.body
-        for node in [*(n for n in ast.walk(self.tree) if n not in top), *top]:
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                self.assigned[node.targets[0].id].append(node.value)
-            if isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    self.imported[alias.asname or alias.name] = f"{node.module}:{alias.name}"
+        is_top = self.tree.body.__contains__
+        for node in sorted(ast.walk(self.tree), key=is_top):  # those at the top are the last
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name), *_], value=value):
+                    self.assigned[name].append(value)
+                case ast.ImportFrom(module=module, names=aliases):
+                    self.imported |= {a.asname or a.name: f"{module}:{a.name}" for a in aliases}
+        self.is_trl = "GRPOConfig" in text
+        calls = [pattern for name, pattern in CALLS.items() if name in text]
+        self.given = self.collect(calls[0]) if calls else {}
 
-    def value(self, node: ast.expr) -> Any:
-        "The value of a literal, or of a name for one; else `Unread`."
-        if isinstance(node, ast.Name) and self.assigned[node.id]:
-            return self.value(self.assigned[node.id][-1])
+    def value(self, node: ast.expr, depth: int = 8) -> Any:
+        "The value of a literal, of a name for one, or the name of a model that is loaded; else `Unread`."
+        match node:
+            case ast.Name(id=name) if self.assigned[name] and depth:
+                return self.value(self.assigned[name][-1], depth - 1)
+            case ast.Call(args=[first, *_]) if called(node) in ("model_source", "from_pretrained"):
+                return self.value(first, depth)
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError):
             return Unread(ast.unparse(node))
+
+    def collect(self, calls: str) -> dict[str, ast.expr]:
+        "What calls and classes give by name, a literal before others."
+        collected = dict[str, ast.expr]()
+        for node in ast.walk(self.tree):
+            given: dict[Any, ast.expr | None] = {}
+            match node:
+                case ast.ClassDef(decorator_list=[ast.Attribute(attr="chz")], body=body):
+                    lines = [line for line in body if isinstance(line, ast.AnnAssign)]
+                    given = {ast.unparse(line.target): line.value for line in lines}
+                case (
+                    ast.Call(func=ast.Attribute(attr="apply"), args=[ast.Dict() as settings])
+                    | ast.Assign(
+                        targets=[ast.Name(id="SETTINGS" | "ROWS")], value=ast.Dict() as settings
+                    )  # of `to_trainer`
+                ):
+                    names = [key and self.value(key) for key in settings.keys]
+                    given = dict(zip(names, settings.values, strict=True))
+                case ast.Call(args=args, keywords=keywords) if re.fullmatch(calls, called(node)):
+                    if called(node).endswith("Trainer"):
+                        given = dict(zip(TRAINER_ARGUMENTS, args, strict=False))
+                    given |= {keyword.arg: keyword.value for keyword in keywords}
+            for name, value in given.items():
+                if name and value:  # no `**`, and no field without a default
+                    is_read = not isinstance(self.value(value), Unread)
+                    collected[name] = value if is_read else collected.get(name, value)
+        return collected
+
+    def settings(self) -> dict[str, Any]:
+        "Settings with their values, `Unread` for what is no literal."
+        settings = {name: self.value(node) for name, node in self.given.items()}
+        if not self.is_trl:
+            return settings
+        if "r" in settings:
+            settings.setdefault("lora_alpha", 8)  # as PEFT does
+        if any(getattr(n, "name", "") == "get_decay_parameter_names" for n in ast.walk(self.tree)):
+            settings["weight_decay_on"] = "all"
+        if settings.get("eval_strategy", "no") != "no":
+            settings["eval_rows"] = len(self.rows("eval_dataset")[0])
+        return settings
 
     def reach(self, node: ast.AST, seen: frozenset[str] = frozenset()) -> Iterator[ast.AST]:
         "The parts of an expression, and of what its names were assigned."
@@ -142,10 +182,20 @@ class Script:
                 for assigned in self.assigned[part.id]:
                     yield from self.reach(assigned, seen | {part.id})
 
-    def calls(self, *names: str) -> list[ast.Call]:
-        "The calls of functions or methods of these names."
-        nodes = ast.walk(self.tree)
-        return [n for n in nodes if isinstance(n, ast.Call) and called(n) in names]
+    def rows(self, name: str) -> tuple[tuple[Row, ...], dict[str, Any]]:
+        "The rows of an argument and their file, or nothing and the name of a data set of the hub."
+        for part in self.reach(self.given.get(name, NOTHING)):
+            match part:
+                case ast.Constant(value=str() as path) if path.endswith(DATA):
+                    file = self.file.parent / path
+                    if file.is_file():
+                        return tuple(load_rows(file)), {"dataset": str(file)}
+                case ast.Call(args=[path, *_], keywords=keywords) if called(part) == "load_dataset":
+                    given = {keyword.arg: self.value(keyword.value) for keyword in keywords}
+                    dataset = self.value(path)
+                    if not isinstance(dataset, Unread):
+                        return (), {"dataset": dataset, "dataset_split": given.get("split")}
+        return (), {}
 
     def rewards(self, node: ast.expr) -> list[str]:
         "The names of reward functions."
@@ -153,173 +203,106 @@ class Script:
             case ast.Name(id=name) if self.assigned[name]:
                 return self.rewards(self.assigned[name][-1])
             case ast.Name(id=name):
-                at = self.imported.get(name, f"{self.file.stem}:{name}")
-                beside = self.file.with_name(at.partition(":")[0] + ".py")
-                if beside != self.file and beside.exists():
-                    return Script(beside).rewards(ast.Name(at.partition(":")[2]))
-                return [at]
+                module, _, name = self.imported.get(name, f":{name}").partition(":")
+                file = self.file.with_name(f"{module}.py")
+                if module and file.exists():
+                    return Script(file).rewards(ast.Name(name))
+                return [f"{module or self.file.stem}:{name}"]
             case ast.List(elts=parts) | ast.Tuple(elts=parts):
                 return [name for part in parts for name in self.rewards(part)]
-            case ast.Attribute(value=inside):
+            case (
+                ast.Attribute(value=inside)
+                | ast.Call(
+                    func=ast.Name(id="by_sample" | "with_texts" | "reward_fn"), args=[inside, *_]
+                )
+            ):
                 return self.rewards(inside)
-            case ast.Call(args=[first, *_]) if called(node) in WRAPPERS:
-                return self.rewards(first)
             case ast.Constant(value=str() as name):
                 return [name]
         return []
 
-    def rows(self, node: ast.expr) -> tuple[tuple[Row, ...], dict[str, Any]]:
-        "Rows of a file that an expression names, or the settings of a data set of the hub."
-        for part in self.reach(node):
-            name = part.value if isinstance(part, ast.Constant) else None
-            file = self.file.parent / str(name)
-            if file.suffix in DATA and file.is_file():
-                return tuple(load_rows(file)), {"dataset": str(file)}
-            if isinstance(part, ast.Call) and called(part) == "load_dataset":
-                dataset = self.value(argument(part, "path", 0))
-                split = self.value(argument(part, "split", 9))
-                if not isinstance(dataset, Unread):
-                    return (), {"dataset": dataset, "dataset_split": split}
-        return (), {}
-
-
-def read_script(file: Path) -> tuple[dict, dict, tuple[Row, ...], list[str], list[str]]:
-    "Settings of GRPOConfig, settings of ours, rows, names of rewards and notes of a script."
-    script = Script(file)
-    settings = dict[str, Any]()
-    for call in script.calls("GRPOConfig", "set_defaults"):
-        settings |= {str(keyword.arg): script.value(keyword.value) for keyword in call.keywords}
-    unread = {name: value for name, value in settings.items() if isinstance(value, Unread)}
-    settings = {name: value for name, value in settings.items() if name not in unread}
-    notes = [f"{name}={value}: not read, it is no literal value" for name, value in unread.items()]
-    if not settings:
-        fix = "Give the script that calls GRPOConfig, or its settings as JSON or YAML."
-        got = "no literal setting of GRPOConfig"
-        expected = "a script of TRL"
-        raise ConfigError("from_trainer", where=str(file), got=got, expected=expected, fix=fix)
-    ours = dict[str, Any]()
-    if "def get_decay_parameter_names" in script.text and settings.get("weight_decay"):
-        ours["weight_decay_on"] = "all"
-    for call in script.calls("LoraConfig"):  # with PEFT's defaults
-        ours["lora_rank"] = script.value(argument(call, "r", 1)) or 8
-        ours["lora_alpha"] = script.value(argument(call, "lora_alpha", 3)) or 8.0
-    classes = [n.name for n in script.tree.body if isinstance(n, ast.ClassDef)]
-    trainers = script.calls("GRPOTrainer", *classes)
-    if not trainers:
-        return settings, ours, (), [], [*notes, "the call of GRPOTrainer: not found"]
-    call = trainers[0]
-    names = [*script.reach(argument(call, "model", 0))]  # perhaps of model_source("tiny")
-    models = [n.value for n in names if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    if models:
-        ours["base_model"] = models[0]
-    rows, dataset = script.rows(argument(call, "train_dataset", 3))
-    if settings.get("eval_strategy", "no") != "no":
-        ours["eval_rows"] = len(script.rows(argument(call, "eval_dataset", 4))[0])
-    rewards = script.rewards(argument(call, "reward_funcs", 1))
-    ours = {
-        name: value for name, value in (ours | dataset).items() if not isinstance(value, Unread)
-    }
-    return settings, ours, rows, rewards, notes
-
-
-def recipe_settings(file: Path) -> dict[str, Any]:
-    "Arguments of a recipe of tinker-cookbook with their values, and what the recipe sets itself."
-    script = Script(file)
-    own = [script.value(ast.Name(name)) for name in ("SETTINGS", "ROWS")]  # of `to_trainer`
-    if not any(isinstance(values, Unread) for values in own):
-        return own[0] | own[1]
-    settings = dict[str, Any]()
-    pairs: list[tuple[Any, ast.expr | None]]
-    for node in ast.walk(script.tree):
-        match node:
-            case ast.ClassDef(decorator_list=[ast.Attribute(attr="chz")], body=body):
-                lines = [line for line in body if isinstance(line, ast.AnnAssign)]
-                pairs = [(ast.unparse(line.target), line.value) for line in lines]
-            case ast.Call(func=ast.Attribute(attr="apply"), args=[ast.Dict() as given]):
-                names = [key and script.value(key) for key in given.keys]
-                pairs = [*zip(names, given.values, strict=True)]
-            case ast.Call(keywords=keywords) if called(node).endswith(("Config", "Builder")):
-                pairs = [(keyword.arg, keyword.value) for keyword in keywords]
-            case _:
-                continue
-        for name, expression in pairs:
-            if expression is None:  # no default, or `**`
-                continue
-            value = script.value(expression)
-            if name not in settings or not isinstance(value, Unread):
-                settings[str(name)] = value
-    return settings
-
 # %% ../../nbs/recipes/10_from_trainer.ipynb #074d3191
-VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?([-=])([^{}]*))?\}|(\w+))")
-ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
 COMMENT = re.compile(r"""(?m)("[^"\n]*"|'[^'\n]*')|(?<!\S)#.*$""")  # or a text in quotes
+ARRAY = re.compile(r"""\w+\+?=\(((?:"[^"]*"|'[^']*'|\(+[^()]*\)+|[^()"'])*)\)""")
+STATEMENT = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|[^"'\\;\n])+""", re.DOTALL)
+ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
 ASSIGNED = re.compile(r"(\w+)=(.*)", re.DOTALL)
-ARRAY = re.compile(r"\w+\+?=\((.*)", re.DOTALL)
 SETTING = re.compile(r"(?:[+~]*|--)([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
 BEFORE_ASSIGNED = ("export", "local", "declare", "readonly", "then", "else", "do", ":")
+MAX_NESTING = 8  # of a variable in the default of another
 
 
-def fill_variables(text: str, variables: dict[str, str]) -> str:
-    "A line of a shell script with the variables that the script has set."
+class Reference(string.Template):
+    "A text with `$name`, `${name}` and `${name:-default}`."
 
-    def value_of(match: re.Match[str]) -> str:
-        name = match[1] or match[4]
-        value = variables.get(name) or match[3]
-        if match[2] == "=" and value is not None:
-            variables[name] = value.strip("\"'")
-        return f"${name}" if value is None else value
-
-    def result_of(match: re.Match[str]) -> str:
-        number = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
-        if re.fullmatch(r"[\d\s()+*/-]+", number) and "**" not in number:
-            return str(pd.eval(number.replace("/", "//"), engine="python"))
-        return match[0]
-
-    filled = VARIABLE.sub(value_of, text)
-    while filled != text:  # from the inside to the outside
-        text = filled
-        filled = VARIABLE.sub(value_of, text)
-    return ARITHMETIC.sub(result_of, text)
+    idpattern = r"\w+"
+    braceidpattern = r"\w+(?::?[-=][^{}]*)?"
 
 
-def shell_settings(text: str) -> dict[str, str]:
-    "The `name=value` words of a shell script, which is not run."
-    variables = dict[str, str]()
+class Variables(dict[str, str]):
+    "Variables of a shell script, by name and by `name:-default`."
+
+    def __missing__(self, key: str) -> str:
+        name, *default = re.split(":?[-=]", key, maxsplit=1)
+        if not default:
+            return f"${name}"
+        value = self.get(name) or default[0]
+        if key.removeprefix(name).startswith(("=", ":=")):
+            self[name] = value.strip("\"'")
+        return value
+
+
+def fill_variables(text: str, variables: Variables) -> str:
+    "A text with the variables that a script has set, and with the results of its arithmetic."
+
+    def calculate(match: re.Match[str]) -> str:
+        terms = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
+        if "**" in terms or not re.fullmatch(r"[\d\s()+*/-]+", terms):
+            return match[0]
+        return str(pd.eval(terms.replace("/", "//"), engine="python"))
+
+    for _ in range(MAX_NESTING):  # from the inside to the outside
+        text = Reference(text).safe_substitute(variables)
+    return ARITHMETIC.sub(calculate, text)
+
+
+def split_statements(script: str) -> list[str]:
+    "The statements of a shell script: without comments, and an array on a line of its own."
+    script = COMMENT.sub(lambda match: match[1] or "", script).replace("\\\n", " ")
+    script = ARRAY.sub(lambda match: "array " + match[1].replace("\n", " "), script)
+    return STATEMENT.findall(script)
+
+
+def split_words(statement: str) -> list[str]:
+    "The words of a statement; those between spaces where a quote has no end."
+    try:
+        return shlex.split(statement)
+    except ValueError:
+        return statement.split()
+
+
+def shell_settings(script: str) -> dict[str, str]:
+    "The `name=value` words of the commands in a shell script, which is not run."
+    variables = Variables()
     settings = dict[str, str]()
-    in_array = False
     branches = 0
-    text = COMMENT.sub(lambda match: match[1] or "", text).replace("\\\n", " ")
-    begun = ""  # with a quote that ends on a later line
-    for line in [*text.splitlines(), None]:
-        begun += line or ""
-        filled = fill_variables(begun, variables)
-        try:
-            words = shlex.split(filled)
-        except ValueError:
-            if line is not None:
-                begun += "\n"
-                continue
-            words = filled.split()
-        begun = ""
-        first = True
-        for word in words:
-            if array := ARRAY.match(word):
-                in_array = True
-                word = array[1]
-            if first and not in_array:
-                branches += (word in ("if", "case")) - (word.rstrip(";") in ("fi", "esac"))
-                if assigned := ASSIGNED.fullmatch(word.rstrip(";")):
-                    name, value = assigned.groups()
-                    if branches and variables.get(name, value) != value:
-                        value = f"${name}"  # which of the two it is depends on the machine
-                    variables[name] = value
-                    continue
-            first = word in BEFORE_ASSIGNED or (word.endswith(")") and not in_array)  # of `case`
-            ends = in_array and word.count(")") > word.count("(")
-            if setting := SETTING.fullmatch(word.removesuffix(")") if ends else word):
-                settings[setting[1]] = setting[2]
-            in_array = in_array and not ends
+    for statement in split_statements(script):
+        words = split_words(fill_variables(statement, variables))
+        if words[:1] in (["if"], ["case"]):
+            branches += 1
+        elif words[:1] in (["fi"], ["esac"]):
+            branches -= 1
+        while words:
+            assigned = ASSIGNED.fullmatch(words[0])
+            if assigned:
+                name, value = assigned.groups()
+                is_open = branches and variables.get(name, value) != value
+                variables[name] = f"${name}" if is_open else value  # the machine decides
+            elif words[0] not in BEFORE_ASSIGNED and not words[0].endswith(")"):
+                break
+            words.pop(0)
+        matches = [SETTING.fullmatch(word) for word in words]
+        settings |= {match[1]: match[2] for match in matches if match}
     return settings
 
 # %% ../../nbs/recipes/10_from_trainer.ipynb #62480268
@@ -356,7 +339,8 @@ def referred(settings: Mapping[str, Any]) -> dict[str, Any]:
     values = {**settings}
     for _ in range(3):  # of a reference to a reference
         for name, value in values.items():
-            if isinstance(value, str) and (match := REFERENCE.fullmatch(value)):
+            match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+            if match:
                 other = match[1]
                 if other.startswith("."):
                     other = name.rpartition(".")[0] + other
@@ -365,24 +349,28 @@ def referred(settings: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def read_toml(file: Path) -> dict[str, Any]:
+    "The settings of a toml file, or of the files of prime-rl that belong together."
+    if file.stem not in PARTS:
+        return tomllib.loads(file.read_text("utf-8"))
+    files = [other for other in file.parent.glob("*.toml") if other.stem in PARTS]
+    return {PARTS[part.stem]: tomllib.loads(part.read_text("utf-8")) for part in files}
+
+
 def path_settings(file: Path) -> dict[str, Any]:
     "The settings in a file, by path; raises ConfigError for a file that cannot be read."
     try:
-        text = file.read_text(encoding="utf-8")
         match file.suffix:
             case ".py":
-                data: Any = recipe_settings(file)
+                data: Any = Script(file).settings()
             case ".toml":
-                data = tomllib.loads(text)
-                if file.stem in PARTS:
-                    files = [other for other in file.parent.glob("*.toml") if other.stem in PARTS]
-                    data = {PARTS[f.stem]: tomllib.loads(f.read_text("utf-8")) for f in files}
+                data = read_toml(file)
             case ".yaml" | ".yml" | ".json":
-                data = yaml_value(text)
+                data = yaml_value(file.read_text("utf-8"))
                 if isinstance(data, list):  # of Hydra
                     data = shell_settings(shlex.join(["overrides", *map(str, data)]))
             case _:
-                data = shell_settings(text)
+                data = shell_settings(file.read_text("utf-8"))
     except ValueError as error:
         expected = "settings of a trainer"
         raise ConfigError("from_trainer", where=str(file), got=error, expected=expected) from None
@@ -400,58 +388,93 @@ def is_unread(value: Any) -> bool:
     return isinstance(value, Unread) or "$" in str(value)
 
 
-def unlearned_of(table: Table, names: Iterable[str], cfg: Config) -> set[str]:
-    "Settings that say where a run computes, and those that do nothing beside the others."
-    local = table.local.split()
-    unlearned = {n for n in names if pattern_of(n, local) and not pattern_of(n, table.lacks)}
-    learned = learning_settings(cfg.flat())
-    unused = {name for name in cfg.flat() if name not in learned}
-    unused |= {name for name in SURROGATE_PARAM_NAMES if learned.get(name) is None}
-    if cfg.kl_beta == 0:
-        unused.add("kl_beta")
-    return unlearned | {slot.name for slot in table.slots if slot.setting in unused}
+def text_of(value: Any) -> str:
+    "A value in a note."
+    if isinstance(value, Unread):
+        return value if len(value) <= 80 else f"{value:.80} …"
+    return "not given" if value is ... else quoted(value)
 
 
-def read_paths(
-    trainer: str, settings: Mapping[str, Any], **ours: Any
-) -> tuple[Config, list[str], list[str]]:
-    "A config, what was not carried over, and the settings that decide nothing that is learned."
-    table = TABLES[trainer]
+def standardize(table: Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+    "Settings by today's names and values: today's name wins over an earlier one, and what was read over what was not."
     order = sorted(settings, key=lambda n: (not is_unread(settings[n]), n not in table.earlier))
-    given = {table.earlier.get(name, name): settings[name] for name in order}  # the last wins
-    known = {name: value for name, value in given.items() if not is_unread(value)}
+    given = {table.earlier.get(name, name): settings[name] for name in order}
+    return {name: table.synonyms.get(f"{name}={value}", value) for name, value in given.items()}
+
+
+def make_config(table: Table, settings: Mapping[str, Any], processes: int, **ours: Any) -> Config:
+    "The config that means what a trainer's settings mean."
     defaults = Config().flat()
-    read = {n: defaults[n] if v is None else v for n, v in read_learning(table, known).items()}
+    meant = read_learning(table, settings, processes)
+    read = {name: defaults[name] if value is None else value for name, value in meant.items()}
     read["completions_per_prompt"] = max(read["completions_per_prompt"], 2)
     if read["max_seq_len"] <= read["max_completion_tokens"]:
         read["max_seq_len"] += read["max_completion_tokens"]
     used = {*learning_settings(read), "max_seq_len", "max_samples_per_fwd_bwd"}
-    kept = {n: v for n, v in read.items() if v != defaults[n] and n in used}
-    cfg = Config.from_dict(kept, {"max_rows": None, **ours})
-    written = {**table.defaults, **convert(cfg, trainer).settings}
-    named = {*given, *table.defaults, *table.config}
-    unlearned = unlearned_of(table, named, cfg)
+    used |= LOCAL.intersection(table.beside.values())
+    kept = {name: v for name, v in read.items() if name in used and v != defaults[name]}
+    return Config.from_dict(kept, {"max_rows": None, **ours})
+
+
+def find_idle(
+    table: Table, names: Iterable[str], written: Mapping[str, Any], cfg: Config
+) -> set[str]:
+    "Settings that say where a run computes, and those that do nothing beside the others."
+    local = table.local.split()
+    idle = {n for n in names if pattern_of(n, local) and not pattern_of(n, table.lacks)}
+    settings = cfg.flat()
+    learned = {**learning_settings(settings), "kl_beta": cfg.kl_beta or None}
+    unused = {name for name in settings if learned.get(name) is None}
+    idle |= {slot.name for slot in table.slots if slot.setting in unused}
+    if table is TRL:
+        idle |= LOSS_NAMES - loss_settings(written)
+    return idle
+
+
+def reason_of(table: Table, name: str, value: Any, there: Any) -> str:
+    "Why a setting did not come back as it was; empty where the trainer chooses it."
+    reason = table.lacks.get(pattern_of(name, table.lacks) or "", "")
+    if is_unread(value) and (name in table.config or not reason):
+        return "not read, it is no literal value"
+    if value is None and table.defaults.get(name, ...) is None and not reason:
+        return ""
+    if name in table.config:
+        return f"{there!r} here" + (f", {reason}" if reason else "")
+    if name in table.defaults:
+        return reason or NO_SUCH_SETTING
+    return reason or f"not in the table of {table.titles[0]} {table.version}"
+
+
+def read_paths(
+    trainer: str, settings: Mapping[str, Any], processes: int = 1, **ours: Any
+) -> tuple[Config, list[str], list[str]]:
+    "A config, what was not carried over, and the settings that decide nothing that is learned."
+    table = TABLES[trainer]
+    given = standardize(table, settings)
+    known = {name: value for name, value in given.items() if not is_unread(value)}
+    cfg = make_config(table, known, processes, **ours)
+    defaults = standardize(table, table.defaults)
+    beside = {name: known[name] for name in table.beside if name in known}
+    written = {
+        **dict.fromkeys(table.config),
+        **defaults,
+        **beside,
+        **convert(cfg, trainer).settings,
+    }
+    idle = find_idle(table, [*given, *written], written, cfg)
     notes = list[str]()
-    for name in [*given, *(n for n in written if n not in given)]:
-        value = given.get(name, table.defaults.get(name, ...))
-        is_same = same_value(value, written.get(name, None if name in table.config else ...))
-        if name in unlearned or is_same:
+    for name in dict.fromkeys([*given, *written]):
+        value = given.get(name, defaults.get(name, ...))
+        is_hidden = name in idle and not (is_unread(value) and name in defaults)
+        if is_hidden or (name in written and same_value(value, written[name])):
             continue
-        why = [table.lacks.get(pattern_of(name, table.lacks) or "", "")]
-        if is_unread(value):
-            why = ["not read, it is no literal value"]
-        elif name in table.config:
-            why.insert(0, f"{written.get(name)!r} here")
-        elif not any(why):
-            of_version = f"not in the table of {table.titles[0]} {table.version}"
-            why = [NO_SUCH_SETTING if name in table.defaults else of_version]
-        text = "not given" if value is ... else quoted(value)
-        notes.append(f"{name}={text}: {', '.join(filter(None, why))}")
+        if reason := reason_of(table, name, value, written.get(name)):
+            notes.append(f"{name}={text_of(value)}: {reason}")
     for name, today in table.earlier.items():
         value = settings.get(name)
         if value is not None and not is_unread(value) and not same_value(value, given[today]):
             notes.append(f"{name}={quoted(value)}: {today} is {quoted(given[today])}")
-    return cfg, notes, [name for name in given if name in unlearned]
+    return cfg, notes, [name for name in given if name in idle]
 
 # %% ../../nbs/recipes/10_from_trainer.ipynb #95c78277
 FILES = (  # of a folder, the first that is there
@@ -467,34 +490,59 @@ FILES = (  # of a folder, the first that is there
 )
 
 
+PICKLES = (".bin", ".pkl", ".pt")
+
+
 def trainer_of(settings: Mapping[str, Any]) -> str | None:
     "The trainer whose table has most of the names; None if no table has two of them."
-    counts = dict[str, int]()
-    for trainer, table in TABLES.items():
-        counts[trainer] = len({*table.config, *table.defaults, *table.earlier} & {*settings})
-    best = max(counts, key=lambda trainer: counts[trainer])
-    return best if counts[best] > 1 else None
+
+    def count_names(trainer: str) -> int:
+        table = TABLES[trainer]
+        names = {*table.config, *table.defaults, *table.earlier, *table.beside}
+        return len(names & {*settings})
+
+    best = max(TABLES, key=count_names)
+    return best if count_names(best) > 1 else None
 
 
 def find_rows(settings: Mapping[str, Any], folder: Path) -> Path | None:
     "The file with the rows: what `to_trainer` wrote, or what the settings name."
-    named = [settings.get(name, "") for name in ("data.train_files", "data.train_data")]
-    texts = [text for value in named for text in ([value] if isinstance(value, str) else value)]
-    files = [folder / str(text) for text in ["rows.jsonl", *texts]]
-    return next((file for file in files if file.is_file()), None)
+    names = ["rows.jsonl"]
+    for value in (settings.get("data.train_files"), settings.get("data.train_data")):
+        names += map(str, value if isinstance(value, list) else [value])
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def find_rewards(settings: Mapping[str, Any], folder: Path) -> tuple[list[str], list[float]]:
-    "Names and weights of reward functions: of `to_trainer`, or the function that the settings name."
-    if (folder / "rewards.py").is_file():
-        script = Script(folder / "rewards.py")
+def find_task(
+    file: Path, settings: Mapping[str, Any]
+) -> tuple[tuple[Row, ...], dict[str, Any], list[str], list[float]]:
+    "Rows, where they are from, and names and weights of reward functions: of the script, of `to_trainer`, or as the settings name them."
+    if file.suffix == ".py":
+        script = Script(file)
+        if script.is_trl:
+            rewards = script.rewards(script.given.get("reward_funcs", NOTHING))
+            return *script.rows("train_dataset"), rewards, [1.0] * len(rewards)
+    source = find_rows(settings, file.parent)
+    rows = tuple(load_rows(source)) if source else ()
+    ours = {"dataset": str(source)} if source else {}
+    if (file.parent / "rewards.py").is_file():
+        script = Script(file.parent / "rewards.py")
         weights = script.value(ast.Name("WEIGHTS"))
         if not isinstance(weights, Unread):
-            return script.rewards(ast.Name("REWARDS")), weights
-    file = Path(str(settings.get("reward.custom_reward_function.path")))
+            return rows, ours, script.rewards(ast.Name("REWARDS")), weights
+    reward = Path(str(settings.get("reward.custom_reward_function.path")))
+    if reward.suffix != ".py" or is_unread(reward):
+        return rows, ours, [], []
+    module = ".".join(reward.with_suffix("").parts)
     name = settings.get("reward.custom_reward_function.name", "compute_score")
-    is_named = file.suffix == ".py" and not is_unread(file)
-    return ([f"{'.'.join(file.with_suffix('').parts)}:{name}"], [1.0]) if is_named else ([], [])
+    return rows, ours, [f"{module}:{name}"], [1.0]
+
+
+def unknown_file(file: Path, got: str) -> ConfigError:
+    "An error for a file without settings that can be read."
+    expected = "a script of a trainer, or its settings as YAML, TOML or JSON"
+    fix = "Give the file that starts the training; trainer.args.to_json_string() writes TRL's settings."
+    return ConfigError("from_trainer", where=str(file), got=got, expected=expected, fix=fix)
 
 # %% ../../nbs/recipes/10_from_trainer.ipynb #0300db17
 def from_trainer(
@@ -507,48 +555,24 @@ def from_trainer(
     file = Path(path)
     if file.is_dir():
         file = next((file / name for name in FILES if (file / name).is_file()), file)
-    rows: tuple[Row, ...] = ()
-    rewards = list[str]()
-    notes = list[str]()
-    ours = dict[str, Any]()
-    settings = dict[str, Any]()
-    trainer = None
-    got = "no such file"
-    if file.suffix in (".bin", ".pkl", ".pt") and file.is_file():
-        got = "a pickle, which may run anything when it is read"
-    elif file.suffix == ".py" and "tinker_cookbook" not in file.read_text(encoding="utf-8"):
-        settings, ours, rows, rewards, notes = read_script(file)
-        trainer = "trl"
-    elif file.is_file():
-        settings = path_settings(file)
-        trainer = trainer_of(settings)
-        got = f"no settings of {', '.join(table.titles[0] for table in TABLES.values())}"
+    if not file.is_file():
+        raise unknown_file(file, "no such file")
+    if file.suffix in PICKLES:
+        raise unknown_file(file, "a pickle, which may run anything when it is read")
+    settings = path_settings(file)
+    trainer = trainer_of(settings)
     if trainer is None:
-        expected = "a script of a trainer, or its settings as YAML, TOML or JSON"
-        fix = "Give the file that starts the training; trainer.args.to_json_string() writes TRL's settings."
-        raise ConfigError("from_trainer", where=str(file), got=got, expected=expected, fix=fix)
-    weights = settings.pop("reward_weights", None) or [1.0] * len(rewards)
-    unlearned = list[str]()
+        titles = ", ".join(table.titles[0] for table in TABLES.values())
+        raise unknown_file(file, f"no settings of {titles}, and no literal setting of GRPOConfig")
+    rows, ours, rewards, weights = find_task(file, settings)
+    weights = settings.pop("reward_weights", None) or weights
     if trainer == "trl":
-        cfg, more = config_of_trl(nested(settings), processes, **ours)
-    else:
-        source = find_rows(settings, file.parent)
-        ours = {"dataset": str(source)} if source else {}
-        rows = tuple(load_rows(source)) if source else ()
-        cfg, more, unlearned = read_paths(trainer, settings, **ours)
-        rewards, weights = find_rewards(settings, file.parent)
+        settings = nested(settings)
+    cfg, notes, unlearned = read_paths(trainer, settings, processes, **ours)
     if rows and rewards:  # in place of an environment
-        more = [note for note in more if not note.endswith("give rows and reward functions")]
+        notes = [note for note in notes if not note.endswith("give rows and reward functions")]
     if len(weights) != len(rewards):
         notes.append(f"reward_weights={weights}: {len(rewards)} reward functions were read")
         weights = [1.0] * len(rewards)
-    return Experiment(
-        cfg,
-        rows,
-        tuple(rewards),
-        tuple(weights),
-        file.parent,
-        (*notes, *more),
-        tuple(unlearned),
-        trainer,
-    )
+    found = (rows, tuple(rewards), tuple(weights), file.parent)
+    return Experiment(cfg, *found, tuple(notes), tuple(unlearned), trainer)
