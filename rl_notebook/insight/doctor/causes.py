@@ -402,7 +402,7 @@ def one_level(
     rounded = 2 * within.std() * np.sqrt(len(level) / len(within))
     is_steady = level.sum() > by_chance and level.mean() > rounded
     is_seen = any(lists_all(x, e) for x in e.all_listings)
-    is_high = is_seen or is_steady or level.max() > finer_rounding(e).largest
+    is_high = is_seen or is_steady or level.max() > max(tol, finer_rounding(e).largest)
     if not is_high or (level < -tol).any():
         return
     numbers = {"places": len(level)}
