@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ class Checkout:
             if not any(x.startswith(".") for x in p.parts)
         )
 
+    @cached_property  # every page asks for it, and the file is long
     def sidebar(self) -> list[tuple[str, dict[str, str]]]:  # (caption, titles by page below nbs/)
         "The sections of `_quarto.yml`, with what their pages are called on the site."
         config = yaml.safe_load((self.root / "_quarto.yml").read_text(encoding="utf-8"))
@@ -128,7 +130,7 @@ class Checkout:
 
     def titles(self) -> dict[str, str]:
         "What each page is called."
-        return {page: title for _, pages in self.sidebar() for page, title in pages.items()}
+        return {page: title for _, pages in self.sidebar for page, title in pages.items()}
 
     def place(self, path: str) -> str | None:
         "Where a file of the checkout stands on the site; `None` if it is no page and no picture."
@@ -258,7 +260,7 @@ def toctree(caption: str, pages: list[str]) -> str:
 
 def contents(site: Checkout) -> str:
     "The sidebar: the start page, the pages of the section Start, and a page for each other section."
-    start = ["start.md", *site.sidebar()[0][1], "gallery.ipynb"]
+    start = ["start.md", *site.sidebar[0][1], "gallery.ipynb"]
     return "\n\n".join(
         [toctree("Start", start), toctree("Topics", [*(page for page, _ in HUBS.values()), *EXTRA])]
     )
@@ -292,7 +294,7 @@ def write_hubs(site: Checkout, target: Path) -> None:
         for source in cells
         if source.startswith("### With pip\n")
     )
-    tutorials = dict([*site.sidebar()[0][1].items()][:FIRST])
+    tutorials = dict([*site.sidebar[0][1].items()][:FIRST])
     lines = [
         "# Start: install, quickstart, first tutorials",
         "",
@@ -314,7 +316,7 @@ def write_hubs(site: Checkout, target: Path) -> None:
     )
     first = {"Reference": ["settings.md", "api/index.md"]}
     last = {"Your own task": examples, "Reference": CONTRIBUTOR_PAGES}
-    for section, pages in site.sidebar():
+    for section, pages in site.sidebar:
         if section in HUBS:
             page, text = HUBS[section]
             inside = toctree("", [*first.get(section, []), *pages, *last.get(section, [])])

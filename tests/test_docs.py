@@ -49,7 +49,7 @@ def site_folder(tmp_path_factory: pytest.TempPathFactory, sources: ModuleType) -
 
 
 def test_the_sidebar_has_every_notebook_once(site: Any):
-    listed = sorted(page for _, pages in site.sidebar() for page in pages)
+    listed = sorted(page for _, pages in site.sidebar for page in pages)
     assert listed == sorted(
         p.relative_to(ROOT / "nbs").as_posix() for p in site.notebooks() if p.stem != "index"
     )
@@ -60,7 +60,7 @@ def test_the_sidebar_has_every_notebook_once(site: Any):
         "Other trainers and machines",
         "Reference",
     ]
-    assert [caption for caption, _ in site.sidebar()] == captions
+    assert [caption for caption, _ in site.sidebar] == captions
 
 
 @pytest.mark.parametrize(
