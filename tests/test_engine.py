@@ -140,6 +140,19 @@ def test_the_cache_goes_by_the_name_that_the_model_has_for_it(name):
     assert probe_error(CausalModel(model), sampling=True) < 1
 
 
+@pytest.mark.parametrize(("off", "accepted"), [(1e-4, True), (1e-2, False)])
+def test_kernels_for_few_tokens_may_round_differently_but_not_be_wrong(off, accepted):
+    "On some processors they add up in another order: what the model itself is off by is allowed, up to a limit."
+    model = tiny_model()
+    whole = model.model.norm.forward
+
+    def rounded(x):
+        return whole(x) * (1 + off) if x.shape[:-1].numel() <= 2 else whole(x)
+
+    model.model.norm.forward = rounded
+    assert (probe_error(CausalModel(model, "modules"), sampling=True) < 1) == accepted
+
+
 def test_a_wrong_fast_route_is_not_used():
     "A decoder that looks Llama-shaped but scales its residual stream."
     model = tiny_model()
