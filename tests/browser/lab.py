@@ -171,6 +171,7 @@ class Lab:
     root: Path  # where its notebooks are
     context: BrowserContext
     opened: list[Notebook] = field(default_factory=list)
+    page: Page | None = None  # JupyterLab, loaded once; each notebook is a tab of it
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         "An answer of the server's REST interface."
@@ -209,7 +210,9 @@ class Lab:
         # A session made beforehand: else Lab now and then asks which kernel to take.
         body = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "python3"}}
         self.request("POST", "api/sessions", body)
-        notebook = Notebook(self, name, self.context.new_page())
+        if self.page is None or self.page.is_closed():
+            self.page = self.context.new_page()
+        notebook = Notebook(self, name, self.page)
         self.opened.append(notebook)
         notebook.load()
         return notebook
@@ -223,10 +226,15 @@ class Lab:
 # --- a notebook -------------------------------------------------------------------------------------------------------
 
 PANEL = "window.jupyterapp.shell.currentWidget"
+OPEN = "path => { window.jupyterapp.commands.execute('docmanager:open', { path }); }"
+# Without a question about what has not been saved.
+CLOSE = """name => [...window.jupyterapp.shell.widgets('main')]
+    .filter(panel => panel.context?.path === name).forEach(panel => panel.dispose())"""
 # The execution indicator says idle too early: ask the session itself.
-CONNECTED = """async () => {
-    const session = window.jupyterapp?.shell?.currentWidget?.sessionContext;
-    if (!session) return false;
+CONNECTED = """async (name) => {
+    const panel = window.jupyterapp?.shell?.currentWidget;
+    const session = panel?.sessionContext;
+    if (!session || panel.context.path !== name) return false;
     await session.ready;
     const kernel = session.session?.kernel;
     if (!kernel) return false;
@@ -276,13 +284,17 @@ class Notebook:
         return self.lab.root / self.name
 
     def load(self) -> None:
-        "Open it, or open it again, and wait for its kernel; JupyterLab starts one where there is none."
+        "Open it and wait for its kernel; JupyterLab starts one where there is none."
         page = self.page
-        workspace = Path(self.name).stem
-        address = f"{self.lab.url}/lab/workspaces/{workspace}/tree/{self.name}?reset&token={self.lab.token}"
-        page.goto(address, wait_until="domcontentloaded")
-        page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for()
-        self.until_true(CONNECTED)
+        if page.url.startswith(self.lab.url):
+            page.evaluate(OPEN, self.name)
+        else:
+            address = (
+                f"{self.lab.url}/lab/workspaces/tests/tree/{self.name}?reset&token={self.lab.token}"
+            )
+            page.goto(address, wait_until="domcontentloaded")
+        self.until_true(CONNECTED, self.name)
+        page.locator(".jp-NotebookPanel:visible .jp-Cell").first.wait_for()
         page.evaluate(
             "() => { const s = window.jupyterapp.shell; s.collapseLeft(); s.collapseRight(); }"
         )
@@ -420,8 +432,10 @@ class Notebook:
         return path
 
     def close(self) -> None:
-        "Close the page and end the kernel."
+        "Close it and end the kernel; the page, too, where a dialog would be in the way of the next one."
         if self in self.lab.opened:
             self.lab.opened.remove(self)
-            self.page.close()
+            self.page.evaluate(CLOSE, self.name)
+            if self.page.locator(".jp-Dialog").count():
+                self.page.close()
             self.shut_down()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -56,8 +56,29 @@ from pathlib import Path
 
 while not Path("done").exists():
     time.sleep(0.05)""",
+    """
+import time
+from dataclasses import replace
+
+cfg = replace(cfg, max_completion_tokens=32)
+loop = GRPOLoop(loop.backend, toy_rows(40, split="hard"), reward, cfg)
+engine = loop.backend.sampler.engine
+run_steps = engine.run_steps
+allowed = [3]
+
+
+def wait_for_permission(steps=16):
+    "Stop at a token of the first row until it may go on, as a large model would take its time."
+    if engine.rows and len(engine.rows[0].tokens) >= allowed[-1]:
+        time.sleep(0.05)
+        return []
+    return run_steps(1)
+
+
+engine.run_steps = wait_for_permission""",
+    "dashboard = Dashboard(loop)\ndashboard",
 ]
-LOOP, SHOW, RUN, SCRATCH, FAIL, BUSY = range(len(CELLS))
+LOOP, SHOW, RUN, SCRATCH, FAIL, BUSY, SLOW_ENGINE, ROLLOUTS = range(len(CELLS))
 
 # Points of the longest line that is drawn, noted whenever it changes.
 RECORD = """() => {
@@ -104,9 +125,9 @@ FOCUSED = """() => {
 }"""
 
 
-def open_dashboard(lab: Lab, cells: Sequence[str], name: str) -> Notebook:
+def open_dashboard(lab: Lab, name: str) -> Notebook:
     "A notebook whose first cell makes a loop and whose second a dashboard on it; only these two have run."
-    notebook = lab.open(cells, name)
+    notebook = lab.open(CELLS, name)
     notebook.run_cells(LOOP, SHOW)
     assert notebook.failures() == []
     notebook.show(SHOW).locator(".rld").first.wait_for()
@@ -116,7 +137,7 @@ def open_dashboard(lab: Lab, cells: Sequence[str], name: str) -> Notebook:
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Iterator[Notebook]:
     "A dashboard on a loop of the model that ships."
-    notebook = open_dashboard(lab, CELLS, "dashboard.ipynb")
+    notebook = open_dashboard(lab, "dashboard.ipynb")
     yield notebook
     notebook.close()
 
@@ -368,31 +389,10 @@ def test_updates_do_not_pile_up_in_the_browser(open_page: Callable[..., Page], t
     assert len(page.evaluate("drawn")) <= 2, "the drawing in progress, and one of the newest"
 
 
-# The engine stops at a token of its first row until it may go on, as a large model would take its time.
-SLOW_ENGINE = """
-import time
-from dataclasses import replace
-
-cfg = replace(cfg, max_completion_tokens=32)
-loop = GRPOLoop(loop.backend, toy_rows(40, split="hard"), reward, cfg)
-engine = loop.backend.sampler.engine
-run_steps = engine.run_steps
-allowed = [3]
-
-
-def wait_for_permission(steps=16):
-    if engine.rows and len(engine.rows[0].tokens) >= allowed[-1]:
-        time.sleep(0.05)
-        return []
-    return run_steps(1)
-
-
-engine.run_steps = wait_for_permission"""
-
-
-def test_texts_appear_while_they_are_sampled_and_one_is_cut(lab: Lab):
-    notebook = open_dashboard(lab, [CELLS[LOOP] + SLOW_ENGINE, CELLS[SHOW]], "rollouts.ipynb")
-    board = notebook.show(SHOW)
+def test_texts_appear_while_they_are_sampled_and_one_is_cut(notebook: Notebook):
+    "With a loop of its own; the tests above are done with theirs."
+    notebook.run_cells(SLOW_ENGINE, ROLLOUTS)
+    board = notebook.show(ROLLOUTS)
     press(board, "phase")
     at_rest(notebook, board)
     press(board, "phase")
@@ -405,9 +405,9 @@ def test_texts_appear_while_they_are_sampled_and_one_is_cut(lab: Lab):
     )
     expect(flights.first).to_contain_text("3 / 32")
     before = tails.all_inner_texts()
-    notebook.shot("rollouts", SHOW)
+    notebook.shot("rollouts", ROLLOUTS)
     notebook.page.evaluate(THEME, "JupyterLab Dark")
-    notebook.shot("rollouts_dark", SHOW)
+    notebook.shot("rollouts_dark", ROLLOUTS)
     notebook.page.evaluate(THEME, "JupyterLab Light")
     notebook.ask("allowed.append(4)")
     expect(flights.first).to_contain_text("4 / 32")
@@ -427,13 +427,12 @@ def test_texts_appear_while_they_are_sampled_and_one_is_cut(lab: Lab):
     press(board, "step")
     at_rest(notebook, board)
     assert notebook.ask("loop.state.number") == 2
-    notebook.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["restarted", "shut down"])
 def test_a_dashboard_whose_kernel_is_gone_says_so_and_presses_nothing(lab: Lab, ending: str):
-    notebook = open_dashboard(lab, CELLS, f"gone-{ending.replace(' ', '-')}.ipynb")
+    notebook = open_dashboard(lab, f"gone-{ending.replace(' ', '-')}.ipynb")
     board = notebook.show(SHOW)
     expect(control(board, "play")).to_be_enabled()
     method = "restart" if ending == "restarted" else "shutdown"
