@@ -833,6 +833,12 @@ def decoding(e: Evidence) -> Iterator[CauseFinding]:
         return
     mean = size(np.concatenate(gaps)).mean
     text = f"{len(gaps)} completions sampled again differ by {mean:.2g} nats per token from what the sampler says when it scores them"
+    # what was sampled with the reported odds is e^x times likelier by others at most e^-x of the time
+    likelier = -float(np.nansum(np.concatenate(gaps)))
+    if likelier > MIN_GAIN:
+        text = f"{text}, and are likelier by that, by {likelier:.0f} nats: it does not sample from what it reports"
+        yield CauseFinding(NONE, MAX_UNSYNCED_SCORE, text)
+        return
     behind_prompts = [*e.listings, *(c.listings[0] for c in e.completions if c.listings)]
     first_gaps = [x.gap[x.is_listed] for x in behind_prompts] + [gap[:1] for gap in gaps]
     firsts = sum(beyond(gap, allowed) for gap in first_gaps)
