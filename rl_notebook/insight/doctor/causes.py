@@ -405,6 +405,11 @@ def one_level(
     is_high = is_seen or is_steady or level.max() > max(tol, finer_rounding(e).largest)
     if not is_high or (level < -tol).any():
         return
+    if not is_seen and explained(e.gap, said_otherwise(e), token_tolerance(e)) >= MIN_SURE:
+        text = "tokens of one place are higher for the sampler by one number, also when it scores them and nothing is cut: the trainer gives probability to others, such as ids that fill up a vocabulary"
+        yield CauseFinding(NONE, AMBIGUOUS_SCORE, text)
+        yield CauseFinding("vocabulary", MIN_LIKELY, text)
+        return
     numbers = {"places": len(level)}
     if level.max() > tol and (missing := missing_tokens(e, tol)):
         text = f"the sampler never lists token {' or '.join(map(str, missing))}, and gives just its probability to all others"
