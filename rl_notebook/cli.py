@@ -801,7 +801,7 @@ exit status:
 
 
 def run_cite(args: Sequence[str]) -> int:  # exit code
-    "Print what the record of a run says beside what is claimed."
+    "Print what the record of a run says next to what is claimed."
     parser = CommandParser(
         prog="rl-notebook cite",
         description="Hold claims about a run against its record.",
@@ -1146,7 +1146,7 @@ def run_convert(args: Sequence[str]) -> int:  # exit code
     "Write the experiment of a run for another trainer, or read one of another trainer."
     parser = CommandParser(
         prog="rl-notebook convert",
-        description="Write the experiment of a run as files that another trainer runs, with DIFFERENCES.md beside them. "
+        description="Write the experiment of a run as files that another trainer runs, with DIFFERENCES.md. "
         "Without --to: read a script or the settings of another trainer, and write the config with --out.",
     )
     parser.add_argument("run", type=Path, help="run folder, or file or folder of another trainer")

@@ -172,7 +172,7 @@ def test_defaults_are_read_written_and_read_again(trainer: str) -> None:
 def test_every_name_of_a_table_is_used(trainer: str) -> None:
     table = TABLES[trainer]
     local = table.local.split()
-    known = {*table.config, *table.defaults, *table.beside}
+    known = {*table.config, *table.defaults, *table.outside}
     assert {*table.earlier}.isdisjoint(table.config)
     for today in table.earlier.values():
         assert today in known or pattern_of(today, local), today
@@ -372,6 +372,11 @@ def test_a_shell_script_is_not_run_and_hostile_words_do_nothing(tmp_path: Path) 
     assert (words["g.h"], words["i.j"]) == ("1 # no comment", "${#z[@]}")
 
 
+def test_arithmetic_of_a_shell_script() -> None:
+    words = shell_settings("n=8\na.b=$(((n + 2) * 4)) c.d=$((n / (1 + 1)))")
+    assert words == {"a.b": "40", "c.d": "4"}
+
+
 def test_variables_that_contain_each_other_do_not_hang() -> None:
     assert len(shell_settings("x=a$y\ny=b$x\nz=$y$x\na.b=$z")["a.b"]) < 1000
 
@@ -401,9 +406,7 @@ def test_a_script_of_trl_with_its_own_trainer(tmp_path: Path) -> None:
     text = OWN_TRAINER.replace('from_pretrained("Qwen/Qwen3-0.6B")', "load(sys.argv[1])")
     (tmp_path / "train.py").write_text(text.replace("trainer =", "trainer.beta ="))
     (note,) = rln.from_trainer(tmp_path).notes
-    assert note == (
-        "model_name_or_path=AutoModelForCausalLM.load(sys.argv[1]): not read, it is no literal value"
-    )
+    assert note == "model=AutoModelForCausalLM.load(sys.argv[1]): not read, it is no literal value"
 
 
 def test_settings_of_no_trainer(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ class Table:
     )
     earlier: Mapping[str, str] = field(default_factory=dict)  # other names of its settings: today's
     synonyms: Mapping[str, Any] = field(default_factory=dict)  # name=value: the value in `config`
-    beside: Mapping[str, str] = field(default_factory=dict)  # names outside of its config: ours
+    outside: Mapping[str, str] = field(default_factory=dict)  # names outside of its config: ours
     lacks: Mapping[str, str] = field(
         default_factory=dict
     )  # reasons, by its settings without a term here
@@ -382,7 +382,7 @@ local: >
   parallelism_config prediction_loss_only project push_to_hub* remove_unused_columns report_to restore_callback_states_from_checkpoint
   resume_from_checkpoint run_name save_* skip_memory_metrics torch_compile* torch_empty_cache_steps trackio_* train_sampling_strategy
   args reward_funcs train_dataset eval_dataset peft_config processing_class tokenizer callbacks reward_processing_classes optimizers
-  target_modules task_type bias lora_dropout use_rslora modules_to_save inference_mode model_init_kwargs
+  target_modules exclude_modules task_type bias lora_dropout use_rslora modules_to_save inference_mode model_init_kwargs
   use_cache use_cpu use_liger_kernel no_cuda logging_dir group_by_length ray_scope jit_mode_eval use_ipex half_precision_backend
 earlier:
   model: model_name_or_path
@@ -391,7 +391,7 @@ earlier:
   vllm_importance_sampling_cap: vllm_importance_sampling_clip_max
 synonyms: {scale_rewards=True: group, scale_rewards=False: none, loss_type=bnpo: dapo, optim=adamw_torch_fused: adamw_torch,
   vllm_importance_sampling_clip_max=None: 1.0e+30, "lr_scheduler_kwargs={}": null}
-beside: {model_name_or_path: base_model, lora_r: lora_rank, lora_alpha: lora_alpha, dataset_name: dataset, dataset_config: dataset_config,
+outside: {model_name_or_path: base_model, lora_r: lora_rank, lora_alpha: lora_alpha, dataset_name: dataset, dataset_config: dataset_config,
   dataset_train_split: dataset_split, dataset_test_split: dataset_eval_split, system_prompt: system_prompt, weight_decay_on: weight_decay_on,
   eval_rows: eval_rows}
 lacks:
@@ -400,12 +400,13 @@ lacks:
   ref_model_*: the reference stays as it is
   generation_kwargs: each sampling setting has a name, such as top_k
   cast_lm_head_to_fp32: dtype is 'float32' or 'bfloat16'
-  router_aux_loss_coef: a router gets no loss of its own here
+  router_aux_loss_coef: a router gets no separate loss here
   entropy_coef_m*: entropy_coeff adapts between 0 and 1
   max_tool_calling_iterations: the rollout function decides how many turns there are
   optim: AdamW is the only optimizer
   rollout_func: give a rollout function
   tools: give a rollout function
+  environment_factory: give a rollout function
 """)
 
 # %% ../../nbs/recipes/08_conversion.ipynb #401d50ca
@@ -582,12 +583,12 @@ earlier:
 lacks:
   algorithm.adv_estimator: the table has no other estimator
   algorithm.use_kl_in_reward: the KL is a part of the loss here, set kl_beta
-  algorithm.filter_groups.enable: groups without signal are sampled anew there, set drop_zero_variance_groups and refill
+  algorithm.filter_groups.enable: groups without signal are sampled again there, set drop_zero_variance_groups and refill
   algorithm.rollout_correction.rollout_is: a correction for the sampler, set tis
   algorithm.rollout_correction.rollout_rs: a correction for the sampler, set tis
   algorithm.rollout_correction.bypass_mode: a correction for the sampler, set tis
   data.seed: rows are shuffled without a seed there
-  moe_*_loss_coef*: a router gets no loss of its own here
+  moe_*_loss_coef*: a router gets no separate loss here
   data.gen_batch_size: more prompts are sampled than trained there
   data.train_max_samples: a part of the rows, set max_rows
   data.apply_chat_template_kwargs*: set chat_template_kwargs
@@ -752,7 +753,7 @@ lacks:
   trainer.algorithm.off_policy_correction.outlier_*: a correction for the sampler, set tis
   trainer.algorithm.off_policy_correction.token_mask_*: a correction for the sampler, set tis
   trainer.algorithm.zero_variance_filter: set drop_zero_variance_groups
-  trainer.algorithm.dynamic_sampling.type: prompts are sampled anew there, set drop_zero_variance_groups and refill
+  trainer.algorithm.dynamic_sampling.type: prompts are sampled again there, set drop_zero_variance_groups and refill
   trainer.policy.optimizer_config.scheduler: constant is the same without a warm-up, others are read as constant
   trainer.algorithm.max_seq_len: it divides by this number, here by max_completion_tokens
   trainer.update_epochs_per_batch: each sample is trained on once here
@@ -976,13 +977,15 @@ lacks:
 TABLES = {"trl": TRL, "verl": VERL, "prime-rl": PRIME_RL, "skyrl": SKYRL, "tinker": TINKER}
 
 # %% ../../nbs/recipes/08_conversion.ipynb #b8922dcf
-def read_trl(given: Mapping[str, Any], values: Mapping[str, Any], processes: int) -> dict[str, Any]:
+def read_trl(
+    settings: Mapping[str, Any], values: Mapping[str, Any], processes: int
+) -> dict[str, Any]:
     "What settings of TRL mean together; raises `ConfigError` for batches that do not divide."
-    planned = plan(given, processes=processes)
+    planned = plan(settings, processes=processes)
     if planned.problems:
         raise ConfigError("GRPOConfig", got=planned.problems[0], expected="batches that divide")
     trained = {part.update for part in planned.slices if part.generation == 1}
-    updates = max(len(trained) // given["num_iterations"], 1)
+    updates = max(len(trained) // settings["num_iterations"], 1)
     read = {"prompt_groups_per_step": planned.prompts, "ppo_n_minibatches": updates}
     if (values["updates_of_run"] or 0) > 0:
         read["steps"] = math.ceil(values["updates_of_run"] / updates)
@@ -993,7 +996,7 @@ def read_trl(given: Mapping[str, Any], values: Mapping[str, Any], processes: int
     if values["evaluates"] and values["eval_updates"]:
         read["eval_interval"] = math.ceil(values["eval_updates"] / updates)
         read["eval_samples"] = values["eval_completions"] or values["completions_per_prompt"]
-    return read | read_trl_loss(values, given["use_vllm"]) | (values["min_lr"] or {})
+    return read | read_trl_loss(values, settings["use_vllm"]) | (values["min_lr"] or {})
 
 
 def read_trl_loss(values: Mapping[str, Any], use_vllm: bool) -> dict[str, Any]:
@@ -1078,12 +1081,12 @@ def read_learning(table: Table, settings: Mapping[str, Any], processes: int = 1)
     """The settings of a config that mean what a trainer's settings mean; those that are left out have its defaults.
 
     Raises `ConfigError` for batches of TRL that do not divide."""
-    given = {**table.defaults, **settings}
-    slots = [slot for slot in reversed(table.slots) if slot.name in given]  # the first wins
-    values = {slot.setting: slot.ours(given[slot.name]) for slot in slots}
-    values |= {ours: given[name] for name, ours in table.beside.items() if name in given}
+    settings = {**table.defaults, **settings}
+    slots = [slot for slot in reversed(table.slots) if slot.name in settings]  # the first wins
+    values = {slot.setting: slot.ours(settings[slot.name]) for slot in slots}
+    values |= {ours: settings[name] for name, ours in table.outside.items() if name in settings}
     if table is TRL:
-        values |= read_trl(given, values, processes)
+        values |= read_trl(settings, values, processes)
     values |= read_counts(values)
     values |= read_schedule(values)
     values |= read_loss(values)
@@ -1166,8 +1169,8 @@ def read_there(
     table: Table, settings: Mapping[str, Any], here: Mapping[str, Any], processes: int
 ) -> dict[str, Any]:
     "What was written, read back; what stands outside of the trainer's config is as it is here."
-    beside = {name: here[name] for name in table.beside.values() if name in here}
-    return learning_settings(read_learning(table, settings, processes) | beside)
+    outside = {name: here[name] for name in table.outside.values() if name in here}
+    return learning_settings(read_learning(table, settings, processes) | outside)
 
 # %% ../../nbs/recipes/08_conversion.ipynb #871452c5
 def convert(
@@ -1193,9 +1196,9 @@ def convert(
         values["prompts_of_update"] = equal_share(prompts, cfg.ppo_n_minibatches, 1, got)
     settings = write_settings(table, values)
     there = read_there(table, settings, here, processes)
-    if there["policy_loss"] != here["policy_loss"]:  # without the bounds of another loss
-        values |= dict.fromkeys([*SURROGATE_PARAM_NAMES, "ratio_low", "ratio_high"])
-        settings = write_settings(table, values)
+    if there["policy_loss"] != here["policy_loss"]:
+        bounds = dict.fromkeys([*SURROGATE_PARAM_NAMES, "ratio_low", "ratio_high"])
+        settings = write_settings(table, values | bounds)  # without those of another loss
         there = read_there(table, settings, here, processes)
     carried = tuple(compare_there(table, values, here, there))
     return Conversion(trainer, table.version, settings, there, carried)

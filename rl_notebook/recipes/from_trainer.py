@@ -102,8 +102,8 @@ class Script:
     def __init__(self, file: Path):
         self.file = file
         try:
-            text = file.read_text(encoding="utf-8")
-            self.tree = ast.parse(text)
+            self.text = file.read_text(encoding="utf-8")
+            self.tree = ast.parse(self.text)
         except SyntaxError as error:
             expected = "a script in Python"
             raise ConfigError(
@@ -118,9 +118,9 @@ class Script:
                     self.assigned[name].append(value)
                 case ast.ImportFrom(module=module, names=aliases):
                     self.imported |= {a.asname or a.name: f"{module}:{a.name}" for a in aliases}
-        self.is_trl = "GRPOConfig" in text
-        calls = [pattern for name, pattern in CALLS.items() if name in text]
-        self.given = self.collect(calls[0]) if calls else {}
+        self.is_trl = "GRPOConfig" in self.text
+        calls = [pattern for name, pattern in CALLS.items() if name in self.text]
+        self.arguments = self.collect(calls[0]) if calls else {}
 
     def value(self, node: ast.expr, depth: int = 8) -> Any:
         "The value of a literal, of a name for one, or the name of a model that is loaded; else `Unread`."
@@ -138,11 +138,11 @@ class Script:
         "What calls and classes give by name, a literal before others."
         collected = dict[str, ast.expr]()
         for node in ast.walk(self.tree):
-            given: dict[Any, ast.expr | None] = {}
+            named: dict[Any, ast.expr | None] = {}
             match node:
                 case ast.ClassDef(decorator_list=[ast.Attribute(attr="chz")], body=body):
                     lines = [line for line in body if isinstance(line, ast.AnnAssign)]
-                    given = {ast.unparse(line.target): line.value for line in lines}
+                    named = {ast.unparse(line.target): line.value for line in lines}
                 case (
                     ast.Call(func=ast.Attribute(attr="apply"), args=[ast.Dict() as settings])
                     | ast.Assign(
@@ -150,12 +150,12 @@ class Script:
                     )  # of `to_trainer`
                 ):
                     names = [key and self.value(key) for key in settings.keys]
-                    given = dict(zip(names, settings.values, strict=True))
+                    named = dict(zip(names, settings.values, strict=True))
                 case ast.Call(args=args, keywords=keywords) if re.fullmatch(calls, called(node)):
                     if called(node).endswith("Trainer"):
-                        given = dict(zip(TRAINER_ARGUMENTS, args, strict=False))
-                    given |= {keyword.arg: keyword.value for keyword in keywords}
-            for name, value in given.items():
+                        named = dict(zip(TRAINER_ARGUMENTS, args, strict=False))
+                    named |= {keyword.arg: keyword.value for keyword in keywords}
+            for name, value in named.items():
                 if name and value:  # no `**`, and no field without a default
                     is_read = not isinstance(self.value(value), Unread)
                     collected[name] = value if is_read else collected.get(name, value)
@@ -163,12 +163,12 @@ class Script:
 
     def settings(self) -> dict[str, Any]:
         "Settings with their values, `Unread` for what is no literal."
-        settings = {name: self.value(node) for name, node in self.given.items()}
+        settings = {name: self.value(node) for name, node in self.arguments.items()}
         if not self.is_trl:
             return settings
-        if "r" in settings:
-            settings.setdefault("lora_alpha", 8)  # as PEFT does
-        if any(getattr(n, "name", "") == "get_decay_parameter_names" for n in ast.walk(self.tree)):
+        if any(called(node) == "LoraConfig" for node in ast.walk(self.tree)):
+            settings = {"r": 8, "lora_alpha": 8} | settings  # PEFT's defaults
+        if "def get_decay_parameter_names" in self.text:
             settings["weight_decay_on"] = "all"
         if settings.get("eval_strategy", "no") != "no":
             settings["eval_rows"] = len(self.rows("eval_dataset")[0])
@@ -184,17 +184,17 @@ class Script:
 
     def rows(self, name: str) -> tuple[tuple[Row, ...], dict[str, Any]]:
         "The rows of an argument and their file, or nothing and the name of a data set of the hub."
-        for part in self.reach(self.given.get(name, NOTHING)):
+        for part in self.reach(self.arguments.get(name, NOTHING)):
             match part:
                 case ast.Constant(value=str() as path) if path.endswith(DATA):
                     file = self.file.parent / path
                     if file.is_file():
                         return tuple(load_rows(file)), {"dataset": str(file)}
                 case ast.Call(args=[path, *_], keywords=keywords) if called(part) == "load_dataset":
-                    given = {keyword.arg: self.value(keyword.value) for keyword in keywords}
+                    options = {keyword.arg: self.value(keyword.value) for keyword in keywords}
                     dataset = self.value(path)
                     if not isinstance(dataset, Unread):
-                        return (), {"dataset": dataset, "dataset_split": given.get("split")}
+                        return (), {"dataset": dataset, "dataset_split": options.get("split")}
         return (), {}
 
     def rewards(self, node: ast.expr) -> list[str]:
@@ -225,7 +225,7 @@ class Script:
 COMMENT = re.compile(r"""(?m)("[^"\n]*"|'[^'\n]*')|(?<!\S)#.*$""")  # or a text in quotes
 ARRAY = re.compile(r"""\w+\+?=\(((?:"[^"]*"|'[^']*'|\(+[^()]*\)+|[^()"'])*)\)""")
 STATEMENT = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|[^"'\\;\n])+""", re.DOTALL)
-ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
+ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 ASSIGNED = re.compile(r"(\w+)=(.*)", re.DOTALL)
 SETTING = re.compile(r"(?:[+~]*|--)([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
 BEFORE_ASSIGNED = ("export", "local", "declare", "readonly", "then", "else", "do", ":")
@@ -267,7 +267,7 @@ def fill_variables(text: str, variables: Variables) -> str:
 
 
 def split_statements(script: str) -> list[str]:
-    "The statements of a shell script: without comments, and an array on a line of its own."
+    "The statements of a shell script: without comments, and an array on one line."
     script = COMMENT.sub(lambda match: match[1] or "", script).replace("\\\n", " ")
     script = ARRAY.sub(lambda match: "array " + match[1].replace("\n", " "), script)
     return STATEMENT.findall(script)
@@ -398,8 +398,8 @@ def text_of(value: Any) -> str:
 def standardize(table: Table, settings: Mapping[str, Any]) -> dict[str, Any]:
     "Settings by today's names and values: today's name wins over an earlier one, and what was read over what was not."
     order = sorted(settings, key=lambda n: (not is_unread(settings[n]), n not in table.earlier))
-    given = {table.earlier.get(name, name): settings[name] for name in order}
-    return {name: table.synonyms.get(f"{name}={value}", value) for name, value in given.items()}
+    renamed = {table.earlier.get(name, name): settings[name] for name in order}
+    return {name: table.synonyms.get(f"{name}={value}", value) for name, value in renamed.items()}
 
 
 def make_config(table: Table, settings: Mapping[str, Any], processes: int, **ours: Any) -> Config:
@@ -411,15 +411,15 @@ def make_config(table: Table, settings: Mapping[str, Any], processes: int, **our
     if read["max_seq_len"] <= read["max_completion_tokens"]:
         read["max_seq_len"] += read["max_completion_tokens"]
     used = {*learning_settings(read), "max_seq_len", "max_samples_per_fwd_bwd"}
-    used |= LOCAL.intersection(table.beside.values())
+    used |= LOCAL.intersection(table.outside.values())
     kept = {name: v for name, v in read.items() if name in used and v != defaults[name]}
     return Config.from_dict(kept, {"max_rows": None, **ours})
 
 
 def find_idle(
-    table: Table, names: Iterable[str], written: Mapping[str, Any], cfg: Config
+    table: Table, names: Iterable[str], output: Mapping[str, Any], cfg: Config
 ) -> set[str]:
-    "Settings that say where a run computes, and those that do nothing beside the others."
+    "Settings that say where a run computes, and those that do nothing with the others as they are."
     local = table.local.split()
     idle = {n for n in names if pattern_of(n, local) and not pattern_of(n, table.lacks)}
     settings = cfg.flat()
@@ -427,7 +427,7 @@ def find_idle(
     unused = {name for name in settings if learned.get(name) is None}
     idle |= {slot.name for slot in table.slots if slot.setting in unused}
     if table is TRL:
-        idle |= LOSS_NAMES - loss_settings(written)
+        idle |= LOSS_NAMES - loss_settings(output)
     return idle
 
 
@@ -450,31 +450,34 @@ def read_paths(
 ) -> tuple[Config, list[str], list[str]]:
     "A config, what was not carried over, and the settings that decide nothing that is learned."
     table = TABLES[trainer]
-    given = standardize(table, settings)
-    known = {name: value for name, value in given.items() if not is_unread(value)}
+    current = standardize(table, settings)
+    known = {name: value for name, value in current.items() if not is_unread(value)}
     cfg = make_config(table, known, processes, **ours)
-    defaults = standardize(table, table.defaults)
-    beside = {name: known[name] for name in table.beside if name in known}
-    written = {
-        **dict.fromkeys(table.config),
-        **defaults,
-        **beside,
-        **convert(cfg, trainer).settings,
-    }
-    idle = find_idle(table, [*given, *written], written, cfg)
+    outside = {name: known[name] for name in table.outside if name in known}
+    output = {**dict.fromkeys(table.config), **table.defaults, **outside}
+    output |= convert(cfg, trainer).settings
+    idle = find_idle(table, [*current, *output], output, cfg)
+    values = {**table.defaults, **settings}
     notes = list[str]()
-    for name in dict.fromkeys([*given, *written]):
-        value = given.get(name, defaults.get(name, ...))
-        is_hidden = name in idle and not (is_unread(value) and name in defaults)
-        if is_hidden or (name in written and same_value(value, written[name])):
+    for name in dict.fromkeys([*settings, *output]):
+        today = table.earlier.get(name, name)
+        value = values.get(name, ...)
+        if today != name and value is None:
             continue
-        if reason := reason_of(table, name, value, written.get(name)):
+        if name not in settings and today in current:  # under another name
+            continue
+        value = table.synonyms.get(f"{today}={value}", value)
+        if today in output and same_value(value, output[today]):
+            continue
+        if is_unread(value):
+            is_needed = today in table.defaults or today not in idle
+            is_noted = is_needed and today not in known
+        else:
+            is_noted = today not in idle or value != current.get(today, value)
+        reason = reason_of(table, today, value, output.get(today))
+        if is_noted and reason:
             notes.append(f"{name}={text_of(value)}: {reason}")
-    for name, today in table.earlier.items():
-        value = settings.get(name)
-        if value is not None and not is_unread(value) and not same_value(value, given[today]):
-            notes.append(f"{name}={quoted(value)}: {today} is {quoted(given[today])}")
-    return cfg, notes, [name for name in given if name in idle]
+    return cfg, notes, [name for name in current if name in idle]
 
 # %% ../../nbs/recipes/10_from_trainer.ipynb #95c78277
 FILES = (  # of a folder, the first that is there
@@ -498,7 +501,7 @@ def trainer_of(settings: Mapping[str, Any]) -> str | None:
 
     def count_names(trainer: str) -> int:
         table = TABLES[trainer]
-        names = {*table.config, *table.defaults, *table.earlier, *table.beside}
+        names = {*table.config, *table.defaults, *table.earlier, *table.outside}
         return len(names & {*settings})
 
     best = max(TABLES, key=count_names)
@@ -520,7 +523,7 @@ def find_task(
     if file.suffix == ".py":
         script = Script(file)
         if script.is_trl:
-            rewards = script.rewards(script.given.get("reward_funcs", NOTHING))
+            rewards = script.rewards(script.arguments.get("reward_funcs", NOTHING))
             return *script.rows("train_dataset"), rewards, [1.0] * len(rewards)
     source = find_rows(settings, file.parent)
     rows = tuple(load_rows(source)) if source else ()
@@ -574,5 +577,13 @@ def from_trainer(
     if len(weights) != len(rewards):
         notes.append(f"reward_weights={weights}: {len(rewards)} reward functions were read")
         weights = [1.0] * len(rewards)
-    found = (rows, tuple(rewards), tuple(weights), file.parent)
-    return Experiment(cfg, *found, tuple(notes), tuple(unlearned), trainer)
+    return Experiment(
+        cfg,
+        rows,
+        tuple(rewards),
+        tuple(weights),
+        file.parent,
+        tuple(notes),
+        tuple(unlearned),
+        trainer,
+    )

@@ -194,7 +194,7 @@ def make_trainer():
 if __name__ == "__main__":
     make_trainer().train()
 '''
-VLLM_NOTE = """With vLLM in a process of its own: vllm_mode='server', and start it with
+VLLM_NOTE = """With vLLM in a separate process: vllm_mode='server', and start it with
 VLLM_SERVER_DEV_MODE=1 vllm serve {model} --weight-transfer-config '{{"backend": "nccl"}}' --logprobs-mode processed_logprobs
 """
 DECAYS_ALL = """
@@ -593,9 +593,8 @@ def write_trainer(
     if not problem.eval_rows:
         cfg = replace(cfg, eval_rows=0, eval_interval=0, keep_best=None)
     available = math.ceil(len(rows) * cfg.epochs / cfg.prompt_groups_per_step)
-    if trainer == "prime-rl" or (cfg.steps is not None and cfg.steps > available):
-        available = min(available, cfg.steps or available)
-        cfg = replace(cfg, steps=available)  # there, steps win over passes
+    if trainer == "prime-rl" or cfg.steps is not None:  # there, steps win over passes
+        cfg = replace(cfg, steps=min(available, cfg.steps or available))
     conversion = convert(cfg, trainer, processes)
     fns = as_reward_fns(problem.reward, cfg.reward_weights)
     texts: dict[str, str | bytes]

@@ -196,7 +196,7 @@ class Update:
         generations: dict[int, Generation] = {}
         for p in self.passes:
             g = p["generation"]
-            # the first and the last group may go on in another process, which trains it
+            # the first and the last group may continue in another process, which trains it
             for row in (0, *p["rows"], len(g.completions) - 1):
                 generations[g.number(row)] = g
         numbers = sorted(generations)
