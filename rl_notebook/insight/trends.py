@@ -18,7 +18,7 @@ import pandas as pd
 from ..config.aliases import words_for
 from ..core.advantages import has_no_signal
 from ..core.types import DataError, PromptGroup
-from .xray import equal_words, failed_words
+from .xray import equal_words, failed_words, only_norms
 from ..runs.records import StepRecord, expect_records
 from ..core.findings import Finding
 
@@ -34,6 +34,7 @@ FIXES = {  # what: what to try
     "gradient norm jumped": "See what changed in the loss or the aggregation at this step; set grad_clip_norm",
     "reward follows length": "Read the longest completions; pay for the result, or cap what length can earn",
     "zero-variance groups grew": "Take other prompts, or more completions of each; see whether the reward tells them apart",
+    "only norms learn": "See which weights have requires_grad, and which the optimizer holds",
     "row no longer solved": "Read its completions, and compare its answer with what the reward expects",
 }
 
@@ -333,6 +334,15 @@ def rate_too_high(history: RunHistory, t: int) -> Change | None:
     numbers = {"learning rate": rate, "without signal before": float(share[0]), "now": now}
     return Change(int(indices[0]), numbers, ranking)
 
+# %% ../../nbs/insight/01_trends.ipynb #e6f7a859
+def only_norms_learn(history: RunHistory, t: int) -> Change | None:
+    "No update so far moved more than the norms of the network."
+    updates = [r.metrics for r in history.records[: t + 1] if r.metrics.get("update_norm")]
+    if len(updates) < 3 or not all(map(only_norms, updates)):
+        return None
+    numbers = {"updates": len(updates), "update norm": updates[-1]["update_norm"]}
+    return Change(0, numbers, lambda record: [])
+
 # %% ../../nbs/insight/01_trends.ipynb #c78d5d53
 def length_pairs(record: StepRecord, name: str) -> list[np.ndarray]:
     "Lengths and rewards inside groups."
@@ -472,6 +482,7 @@ RULES: dict[str, Rule] = {
     "gradient norm jumped": jump_rule("grad_norm", 1, 4.0, gradient_by_sample),
     "reward follows length": follows_length,
     "zero-variance groups grew": zero_variance_grew,
+    "only norms learn": only_norms_learn,
     "row no longer solved": row_lost,
 }
 REPEAT_AFTER = 10  # steps without a change after which it is reported again

@@ -764,14 +764,13 @@ def unmoved_weights(e: Evidence) -> Iterator[CauseFinding]:
 
 def part_of_weights(e: Evidence) -> Iterator[CauseFinding]:
     "A gap that is left after a sync, or that the record has, follows what the policy has learned."
-    if e.unmoved is not None:  # an experiment tells more
+    if e.unmoved is not None or e.provenance.untrained:  # an experiment tells more
         return
     tol = token_tolerance(e)
-    there = excess(e.gap, tol)
     is_synced = "sampler synced" in e.controls and e.provenance.trainer_temperature in (None, 1.0)
     policy = e.flat("policy") if is_synced else e.p
     left = e.flat("sampler synced") - policy if is_synced else e.gap
-    if e.provenance.untrained or excess(left, tol) <= (1 - MIN_SURE) * there:
+    if excess(left, tol) <= (1 - MIN_SURE) * excess(e.gap, tol):
         return
     learned = reference_of(e) - policy
     correlation = follows_learning(left, learned, policy, e.row)
@@ -786,15 +785,8 @@ def part_of_weights(e: Evidence) -> Iterator[CauseFinding]:
         yield CauseFinding("stale weights", AMBIGUOUS_SCORE, text)
         yield CauseFinding(PART_OF_WEIGHTS, MIN_LIKELY, text)
         return
-    moved = excess(e.flat("sampler synced") - e.flat("sampler"), tol) / max(there, tol)
-    what = "changes what the sampler says" if moved > 1 - MIN_SURE else "changes nothing"
-    text = f"a sync {what}, a gap of {size(left).mean:.2g} nats per token stays, and {text}"
-    if e.provenance.moved_parts:
-        text = f"{text}; the largest updates of the step: {', '.join(e.provenance.moved_parts[:4])}"
-    # a sampler that says just what the reference says got nothing at all: `stale_weights` has that
-    none_arrived = explained(left, left - learned, tol) >= MIN_SURE
+    text = f"a gap of {size(left).mean:.2g} nats per token stays after a sync, and {text}"
     score = MAX_UNSYNCED_SCORE if correlation >= MIN_CORRELATION else AMBIGUOUS_SCORE
-    score = MIN_LIKELY if none_arrived else score
     yield CauseFinding(PART_OF_WEIGHTS, score, text, {"correlation": correlation})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #c51278cc

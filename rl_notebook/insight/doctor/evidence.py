@@ -41,7 +41,6 @@ class SeriesProvenance:
     raw: bool = False
     agreed: bool = False  # both sides agree in an earlier step of the run
     sources: tuple[str, ...] = ()  # functions that are not ours, such as TRL's
-    moved_parts: tuple[str, ...] = ()  # of the network, largest update of the step first
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #47243af2
 @dataclass(frozen=True, eq=False)
@@ -333,11 +332,14 @@ def direction(e: Evidence) -> str:
         # from the middle of both sides, whose rounding is in the gap, too
         learned = (reference - (e.p + e.s) / 2) / share_of_others(e)
         followed["goes where the policy has learned since the reference"] = learned
+    # a token that is as likely elsewhere, to a quarter of what a logit is off by, is rounded alike
+    unit = UNIT_ROUNDOFF["bfloat16"] * logit_scale(e)
+    alike = [e.token[once], np.round(4 * e.p[once] / unit)]
     bound = np.sqrt(2 * np.log(2 * len(followed) / MAX_FALSE_ALARM_RATE))  # Hoeffding's
     for words, by in followed.items():
         by = by[once]
         by = by if np.ptp(by) == 0 else by - by.mean()
-        parts = errors * by
+        parts: Any = pd.Series(errors * by).groupby(alike).mean()
         strength = abs(parts.sum()) / max(float(np.sqrt((parts**2).sum())), 1e-300)
         if strength > max(bound, MIN_DIRECTION * np.sqrt(len(parts))):
             return words
@@ -356,8 +358,10 @@ def differs(e: Evidence) -> bool:
     allowed = finer_rounding(e)
     if not in_half_precision(e):
         return beyond(e.gap, allowed)
-    off = np.unique(e.prefix_hashes(True)[np.abs(e.gap) > allowed.largest])
-    return size(e.gap).mean > allowed.mean or len(off) >= MIN_TOKENS_OFF or bool(direction(e))
+    is_off = np.abs(e.gap) > allowed.largest
+    off = np.unique(e.prefix_hashes(True)[is_off])
+    mean = size(e.gap[~is_off]).mean
+    return mean > allowed.mean or len(off) >= MIN_TOKENS_OFF or bool(direction(e))
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #2bafb04f
 def excess(gap: np.ndarray, tol: float) -> float:
@@ -437,8 +441,6 @@ def read_provenance(record: StepRecord, untrained: bool | None) -> SeriesProvena
     trainer = record.loss.logprobs[0] if record.loss and record.loss.logprobs else None
     temperatures = {s.temperature for s in samples}
     synced = min((s.policy_version for s in samples if s.policy_version is not None), default=None)
-    update_norms = {n: x for n, x in record.metrics.items() if n.startswith("update_norm/") and x}
-    moved_parts = sorted(update_norms, key=lambda name: -update_norms[name])
     # on a fresh backend
     first = record.step == 1 and not record.origin and not (trainer and trainer.policy_version)
     return SeriesProvenance(
@@ -449,7 +451,6 @@ def read_provenance(record: StepRecord, untrained: bool | None) -> SeriesProvena
         sampler_version=synced,
         untrained=first if untrained is None else untrained,
         sources=tuple(record.sources),
-        moved_parts=tuple(name.partition("/")[2] for name in moved_parts),
     )
 
 

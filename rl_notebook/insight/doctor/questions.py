@@ -35,6 +35,7 @@ from rl_notebook.insight.xray import (
     MIN_ENTROPY,
     correlation,
     invariants,
+    only_norms,
     within_groups,
 )
 from ...runs.records import StepRecord, on_policy
@@ -982,7 +983,8 @@ def ask_xray(run: RunNumbers) -> Iterator[Cause]:
     failed = dict[str, list[tuple[int, Finding]]]()
     for record in checked:
         for finding in invariants(record, before.get(record.step)):
-            doubtful = finding.name == "advantages" and finding.notable and not run.rises
+            is_open = finding.name == "advantages" or only_norms(record.metrics)
+            doubtful = is_open and finding.notable and not run.rises
             if finding.name in CHECKS and (
                 finding.ok is False or (finding.ok is None and doubtful)
             ):
