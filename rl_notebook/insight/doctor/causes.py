@@ -402,8 +402,7 @@ def one_level(
     rounded = 2 * within.std() * np.sqrt(len(level) / len(within))
     is_steady = level.sum() > by_chance and level.mean() > rounded
     is_seen = any(lists_all(x, e) for x in e.all_listings)
-    is_high = is_seen or is_steady or level.max() > max(tol, finer_rounding(e).largest)
-    if not is_high or (level < -tol).any():
+    if not (is_seen or is_steady or level.max() > tol) or (level < -tol).any():
         return
     if not is_seen and explained(e.gap, said_otherwise(e), token_tolerance(e)) >= MIN_SURE:
         text = "tokens of one place are higher for the sampler by one number, also when it scores them and nothing is cut: the trainer gives probability to others, such as ids that fill up a vocabulary"
@@ -421,6 +420,8 @@ def one_level(
         return
     below = excess(np.minimum(e.gap, 0), tol) / max(excess(e.gap, tol), 1e-12)
     score = max(0.0, 1 - below)
+    if not (is_seen or is_steady or level.max() > finer_rounding(e).largest):
+        score *= AMBIGUOUS_SCORE
     most = 1 - float(np.exp(-level.max()))
     text = f"tokens of one place are higher for the sampler by one number, as if up to {most:.0%} were cut"
     if is_seen:
