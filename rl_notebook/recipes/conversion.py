@@ -8,17 +8,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 import yaml
 
-from ..config.aliases import CORRECTION, RENAMED
+from ..config.aliases import CORRECTION, RENAMED, our_names
 from ..config.config import Config, FireworksConfigs, ServiceSettings
 from ..config.settings import SubConfigs
 from ..core.advantages import WITHOUT_STD
-from ..core.loss_params import SURROGATE_PARAM_NAMES, SURROGATE_PARAMS, TRL_PRESETS
+from ..core.loss_params import SURROGATE_PARAM_NAMES, SURROGATE_PARAMS
 from ..core.types import ConfigError, quoted
 from ..experiments.plan import plan
 from ..runs.watch import LOSS_SETTINGS, loss_settings
@@ -996,28 +997,19 @@ def read_trl(
     if values["evaluates"] and values["eval_updates"]:
         read["eval_interval"] = math.ceil(values["eval_updates"] / updates)
         read["eval_samples"] = values["eval_completions"] or values["completions_per_prompt"]
-    return read | read_trl_loss(values, settings["use_vllm"]) | (values["min_lr"] or {})
+    return read | read_trl_loss(settings) | (values["min_lr"] or {})
 
 
-def read_trl_loss(values: Mapping[str, Any], use_vllm: bool) -> dict[str, Any]:
-    "What settings of TRL's loss mean together: the inverse of `trl_loss`."
-    kind = values["loss_or_mean"]
-    read = {"policy_loss": values["policy_loss"], "aggregation": kind}
-    read |= TRL_PRESETS.get(kind, {})
-    high = values["eps_clip_high"]
-    if high is None:
-        high = values["eps_clip"]
-    if kind == "cispo":
-        read |= {"eps_clip": 1.0, "eps_clip_high": high - 1}
-    elif (values["eps_clip_c"] or math.inf) < 1 + high:
-        read |= {"eps_clip_c": 1 + high, "eps_clip_high": values["eps_clip_c"] - 1}
-    over_tokens = read["aggregation"] == "token_mean" and values["top_entropy_quantile"] == 1
-    if not over_tokens:
-        read["entropy_coeff"] = 0.0
-    if not (over_tokens and values["adapts_entropy"]):
-        read["entropy_target"] = None
-    if use_vllm and values["corrects"]:
-        read["tis"], _, read["tis_mode"] = values["correction"].partition("_")
+def read_trl_loss(settings: Mapping[str, Any]) -> dict[str, Any]:
+    "What TRL's loss reads, in the words that a `Config` takes too; without what cannot mean the same here."
+    words = {name: settings[name] for name in ("loss_type", *loss_settings(settings))}
+    if settings["loss_type"] == "cispo" and settings["epsilon_high"] is None:
+        words["epsilon_high"] = settings["epsilon"]
+    read = dict[str, Any]()
+    for name, value in words.items():
+        if value is not None:
+            with suppress(ConfigError):
+                read |= our_names(name, value, words)
     return read
 
 # %% ../../nbs/recipes/08_conversion.ipynb #156ed9d2
@@ -1082,7 +1074,8 @@ def read_learning(table: Table, settings: Mapping[str, Any], processes: int = 1)
 
     Raises `ConfigError` for batches of TRL that do not divide."""
     settings = {**table.defaults, **settings}
-    slots = [slot for slot in reversed(table.slots) if slot.name in settings]  # the first wins
+    names = settings.keys() - LOSS_NAMES
+    slots = [slot for slot in reversed(table.slots) if slot.name in names]  # the first wins
     values = {slot.setting: slot.ours(settings[slot.name]) for slot in slots}
     values |= {ours: settings[name] for name, ours in table.outside.items() if name in settings}
     if table is TRL:
@@ -1164,14 +1157,6 @@ def write_settings(table: Table, values: Mapping[str, Any]) -> dict[str, Any]:
     unread = LOSS_NAMES - loss_settings(settings) - {"vllm_importance_sampling_correction"}
     return {name: value for name, value in settings.items() if name not in unread}
 
-
-def read_there(
-    table: Table, settings: Mapping[str, Any], here: Mapping[str, Any], processes: int
-) -> dict[str, Any]:
-    "What was written, read back; what stands outside of the trainer's config is as it is here."
-    outside = {name: here[name] for name in table.outside.values() if name in here}
-    return learning_settings(read_learning(table, settings, processes) | outside)
-
 # %% ../../nbs/recipes/08_conversion.ipynb #871452c5
 def convert(
     cfg: Config,
@@ -1194,11 +1179,13 @@ def convert(
         prompts = cfg.prompt_groups_per_step
         got = f"{prompts} prompts in {cfg.ppo_n_minibatches} updates"
         values["prompts_of_update"] = equal_share(prompts, cfg.ppo_n_minibatches, 1, got)
-    settings = write_settings(table, values)
-    there = read_there(table, settings, here, processes)
-    if there["policy_loss"] != here["policy_loss"]:
-        bounds = dict.fromkeys([*SURROGATE_PARAM_NAMES, "ratio_low", "ratio_high"])
-        settings = write_settings(table, values | bounds)  # without those of another loss
-        there = read_there(table, settings, here, processes)
+    outside = {name: here[name] for name in table.outside.values() if name in here}
+    settings = dict[str, Any]()
+    there = {**here}
+    for bounds in ((), (*SURROGATE_PARAM_NAMES, "ratio_low", "ratio_high")):
+        settings = write_settings(table, values | dict.fromkeys(bounds))
+        there = learning_settings(read_learning(table, settings, processes) | outside)
+        if there["policy_loss"] == here["policy_loss"]:
+            break  # else again without the bounds, which are those of another loss
     carried = tuple(compare_there(table, values, here, there))
     return Conversion(trainer, table.version, settings, there, carried)

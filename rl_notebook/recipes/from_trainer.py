@@ -82,6 +82,7 @@ CALLS = {  # whose arguments are settings
     "tinker_cookbook": ".*(Config|Builder)",
 }
 TRAINER_ARGUMENTS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
+DATA_SET = {"path": "dataset", "name": "dataset_config", "split": "dataset_split"}
 DATA = (".json", ".jsonl", ".parquet", ".csv")
 NOTHING = ast.Constant(None)
 
@@ -94,6 +95,12 @@ def called(node: ast.AST) -> str:
     "The name of the function or method that an expression calls; empty for other expressions."
     function = getattr(node, "func", None)
     return getattr(function, "id", getattr(function, "attr", ""))
+
+
+def arguments_of(call: ast.Call, names: Iterable[str]) -> dict[str, ast.expr]:
+    "The arguments of a call by name; `names` are those of its positional ones."
+    by_place = dict(zip(names, call.args, strict=False))
+    return by_place | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
 class Script:
@@ -138,7 +145,7 @@ class Script:
         "What calls and classes give by name, a literal before others."
         collected = dict[str, ast.expr]()
         for node in ast.walk(self.tree):
-            named: dict[Any, ast.expr | None] = {}
+            named: Mapping[Any, ast.expr | None] = {}
             match node:
                 case ast.ClassDef(decorator_list=[ast.Attribute(attr="chz")], body=body):
                     lines = [line for line in body if isinstance(line, ast.AnnAssign)]
@@ -151,10 +158,9 @@ class Script:
                 ):
                     names = [key and self.value(key) for key in settings.keys]
                     named = dict(zip(names, settings.values, strict=True))
-                case ast.Call(args=args, keywords=keywords) if re.fullmatch(calls, called(node)):
-                    if called(node).endswith("Trainer"):
-                        named = dict(zip(TRAINER_ARGUMENTS, args, strict=False))
-                    named |= {keyword.arg: keyword.value for keyword in keywords}
+                case ast.Call() if re.fullmatch(calls, called(node)):
+                    is_trainer = called(node).endswith("Trainer")
+                    named = arguments_of(node, TRAINER_ARGUMENTS if is_trainer else ())
             for name, value in named.items():
                 if name and value:  # no `**`, and no field without a default
                     is_read = not isinstance(self.value(value), Unread)
@@ -190,11 +196,14 @@ class Script:
                     file = self.file.parent / path
                     if file.is_file():
                         return tuple(load_rows(file)), {"dataset": str(file)}
-                case ast.Call(args=[path, *_], keywords=keywords) if called(part) == "load_dataset":
-                    options = {keyword.arg: self.value(keyword.value) for keyword in keywords}
-                    dataset = self.value(path)
-                    if not isinstance(dataset, Unread):
-                        return (), {"dataset": dataset, "dataset_split": options.get("split")}
+                case ast.Call() if called(part) == "load_dataset":
+                    named = arguments_of(part, DATA_SET)
+                    values = {DATA_SET[n]: self.value(named[n]) for n in DATA_SET if n in named}
+                    ours = {n: v for n, v in values.items() if not isinstance(v, Unread)}
+                    if ours.get("dataset") == "gsm8k":  # of the hub, not of this package
+                        ours["dataset"] = "openai/gsm8k"
+                    if "dataset" in ours:
+                        return (), ours
         return (), {}
 
     def rewards(self, node: ast.expr) -> list[str]:
@@ -508,37 +517,30 @@ def trainer_of(settings: Mapping[str, Any]) -> str | None:
     return best if count_names(best) > 1 else None
 
 
-def find_rows(settings: Mapping[str, Any], folder: Path) -> Path | None:
-    "The file with the rows: what `to_trainer` wrote, or what the settings name."
+def find_rows(settings: Mapping[str, Any], folder: Path) -> tuple[tuple[Row, ...], dict[str, Any]]:
+    "The rows and their file: what `to_trainer` wrote, or what the settings name."
     names = ["rows.jsonl"]
     for value in (settings.get("data.train_files"), settings.get("data.train_data")):
         names += map(str, value if isinstance(value, list) else [value])
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    for name in names:
+        if (folder / name).is_file():
+            return tuple(load_rows(folder / name)), {"dataset": str(folder / name)}
+    return (), {}
 
 
-def find_task(
-    file: Path, settings: Mapping[str, Any]
-) -> tuple[tuple[Row, ...], dict[str, Any], list[str], list[float]]:
-    "Rows, where they are from, and names and weights of reward functions: of the script, of `to_trainer`, or as the settings name them."
-    if file.suffix == ".py":
-        script = Script(file)
-        if script.is_trl:
-            rewards = script.rewards(script.arguments.get("reward_funcs", NOTHING))
-            return *script.rows("train_dataset"), rewards, [1.0] * len(rewards)
-    source = find_rows(settings, file.parent)
-    rows = tuple(load_rows(source)) if source else ()
-    ours = {"dataset": str(source)} if source else {}
-    if (file.parent / "rewards.py").is_file():
-        script = Script(file.parent / "rewards.py")
+def find_rewards(settings: Mapping[str, Any], folder: Path) -> tuple[list[str], list[float]]:
+    "Names and weights of reward functions: of `to_trainer`, or the function that the settings name."
+    if (folder / "rewards.py").is_file():
+        script = Script(folder / "rewards.py")
         weights = script.value(ast.Name("WEIGHTS"))
         if not isinstance(weights, Unread):
-            return rows, ours, script.rewards(ast.Name("REWARDS")), weights
-    reward = Path(str(settings.get("reward.custom_reward_function.path")))
-    if reward.suffix != ".py" or is_unread(reward):
-        return rows, ours, [], []
-    module = ".".join(reward.with_suffix("").parts)
+            return script.rewards(ast.Name("REWARDS")), weights
+    file = Path(str(settings.get("reward.custom_reward_function.path")))
+    if file.suffix != ".py" or is_unread(file):
+        return [], []
+    module = ".".join(file.with_suffix("").parts)
     name = settings.get("reward.custom_reward_function.name", "compute_score")
-    return rows, ours, [f"{module}:{name}"], [1.0]
+    return [f"{module}:{name}"], [1.0]
 
 
 def unknown_file(file: Path, got: str) -> ConfigError:
@@ -567,7 +569,14 @@ def from_trainer(
     if trainer is None:
         titles = ", ".join(table.titles[0] for table in TABLES.values())
         raise unknown_file(file, f"no settings of {titles}, and no literal setting of GRPOConfig")
-    rows, ours, rewards, weights = find_task(file, settings)
+    if trainer == "trl" and file.suffix == ".py":
+        script = Script(file)
+        rows, ours = script.rows("train_dataset")
+        rewards = script.rewards(script.arguments.get("reward_funcs", NOTHING))
+        weights = [1.0] * len(rewards)
+    else:
+        rows, ours = find_rows(settings, file.parent)
+        rewards, weights = find_rewards(settings, file.parent)
     weights = settings.pop("reward_weights", None) or weights
     if trainer == "trl":
         settings = nested(settings)
