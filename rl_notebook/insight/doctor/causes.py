@@ -41,6 +41,7 @@ from rl_notebook.insight.doctor.evidence import (
     rounding_here,
     rounding_of_logits,
     said_before,
+    said_otherwise,
     score_prediction,
     size,
     token_tolerance,
@@ -676,14 +677,6 @@ def stale_weights(e: Evidence) -> Iterator[CauseFinding]:
 def reference_of(e: Evidence) -> np.ndarray:
     "(K,) the reference's logprobs, as scored now or as recorded."
     return e.flat(e.controls.get("reference", [d.ref_logprobs for d in e.datums]))
-
-
-def said_otherwise(e: Evidence) -> np.ndarray:
-    "(K,) nats, what the sampler reported less what it says of the same tokens when it scores them; the least that it may be at other temperatures."
-    echo = e.flat("sampler")
-    t = e.provenance.trainer_temperature or 1.0
-    raw = e.flat(e.raw)
-    return raw - echo if t != 1 and np.isfinite(raw).any() else e.s - nearest_at(echo, t, e.s)
 
 
 def agrees_today(e: Evidence) -> Iterator[CauseFinding]:

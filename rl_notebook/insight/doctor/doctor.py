@@ -30,7 +30,6 @@ from rl_notebook.insight.doctor.causes import (
     UNEXPLAINED,
     ask_causes,
     left_after_sync,
-    said_otherwise,
 )
 from ...config.aliases import words_for
 from rl_notebook.core.types import (
@@ -62,6 +61,7 @@ from rl_notebook.insight.doctor.evidence import (
     gather,
     localize_mismatch,
     noise_floor,
+    said_otherwise,
     size,
     token_tolerance,
 )

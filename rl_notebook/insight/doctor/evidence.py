@@ -526,6 +526,14 @@ def nearest_at(raw: np.ndarray, temperature: float, wanted: np.ndarray) -> np.nd
     ends = [at_temperature(raw, 1 / temperature, rivals) for rivals in (1, MOST_RIVALS)]
     return raw if temperature == 1 else np.clip(wanted, np.minimum(*ends), np.maximum(*ends))
 
+
+def said_otherwise(e: Evidence) -> np.ndarray:
+    "(K,) nats, what the sampler reported less what it says of the same tokens when it scores them; the least that it may be at other temperatures."
+    echo = e.flat("sampler")
+    t = e.provenance.trainer_temperature or 1.0
+    raw = e.flat(e.raw)
+    return raw - echo if t != 1 and np.isfinite(raw).any() else e.s - nearest_at(echo, t, e.s)
+
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #1dcf2400
 def raw_where_processed(
     record: StepRecord, datums: Sequence[Datum], trainer: Sequence[Logprobs | np.ndarray]
