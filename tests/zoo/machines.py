@@ -359,7 +359,7 @@ class Trainer:
         changed = merged(self.model)
         for key, p in changed.named_parameters():
             p.data = change(key, p.data)
-        self.snapshots[name] = plain_weights(changed)
+        self.snapshots[name] = {key: t.detach() for key, t in changed.state_dict().items()}
         return name
 
 
