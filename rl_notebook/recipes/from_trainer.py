@@ -59,13 +59,14 @@ class Experiment:
 
     def load_rewards(self) -> list[RewardFn]:
         "Import the reward functions, which runs the files that define them; raises `RewardError` or `ConfigError`."
-        pairs = zip(self.rewards, self.weights, strict=True)
-        return [reward_fn(self._function(name), weight=weight) for name, weight in pairs]
-
-    def _function(self, name: str) -> Any:
-        module, _, function = name.partition(":")
-        file = self.folder / f"{module.replace('.', '/')}.py"
-        return runpy.run_path(str(file))[function] if function and file.exists() else name
+        fns = list[RewardFn]()
+        for name, weight in zip(self.rewards, self.weights, strict=True):
+            module, _, function = name.partition(":")
+            file = self.folder / f"{module.replace('.', '/')}.py"
+            is_here = function and file.exists()
+            source = runpy.run_path(str(file))[function] if is_here else name
+            fns.append(reward_fn(source, weight=weight))
+        return fns
 
     def __repr__(self) -> str:
         rewards = ", ".join(self.rewards) or "none that could be read"
@@ -466,25 +467,19 @@ def read_paths(
     output = {**dict.fromkeys(table.config), **table.defaults, **outside}
     output |= convert(cfg, trainer).settings
     idle = find_idle(table, [*current, *output], output, cfg)
+    idle -= {name for name in table.defaults if is_unread(current.get(name))}
     values = {**table.defaults, **settings}
     notes = list[str]()
-    for name in dict.fromkeys([*settings, *output]):
+    for name in [*settings, *(name for name in output if name not in current)]:
         today = table.earlier.get(name, name)
         value = values.get(name, ...)
-        if today != name and value is None:
-            continue
-        if name not in settings and today in current:  # under another name
-            continue
+        if (is_unread(value) and today in known) or (value is None and today != name):
+            continue  # another name gives it
         value = table.synonyms.get(f"{today}={value}", value)
-        if today in output and same_value(value, output[today]):
+        is_idle = today in idle and value == current.get(today, value)
+        if is_idle or (today in output and same_value(value, output[today])):
             continue
-        if is_unread(value):
-            is_needed = today in table.defaults or today not in idle
-            is_noted = is_needed and today not in known
-        else:
-            is_noted = today not in idle or value != current.get(today, value)
-        reason = reason_of(table, today, value, output.get(today))
-        if is_noted and reason:
+        if reason := reason_of(table, today, value, output.get(today)):
             notes.append(f"{name}={text_of(value)}: {reason}")
     return cfg, notes, [name for name in current if name in idle]
 
