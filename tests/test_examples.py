@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import rl_notebook as rln
 from rl_notebook.emulator.testing import emulator_fixture
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import option_values
@@ -27,6 +28,7 @@ from rl_notebook.core.types import Completion, SampleParams
 from rl_notebook.runs.run import Run
 from rl_notebook.loop.rollouts import RolloutSetup
 from rl_notebook.task.models import build_tokenizer, load_model
+from rl_notebook.task.toy import toy_rows
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL_RUN_OPTIONS = [
@@ -78,7 +80,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-def test_a_script_trains_here(run: Callable[..., str], tmp_path: Path):
+def test_a_script_trains_here(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    "With fewer rows than it asks for."
+    monkeypatch.setattr(rln, "toy_rows", lambda n, **kwargs: toy_rows(min(n, 20), **kwargs))
     output = run("multi_turn_message_in", "--log-path", str(tmp_path))
     assert re.search(r"held-out reward 0\.\d\d -> 0\.\d\d \(2 steps", output)
     assert Run.open(tmp_path).steps == [1, 2]
@@ -129,7 +135,7 @@ def test_an_agent_of_openais_api_trains_here(openai_agent: SimpleNamespace, monk
     lines = list[str]()
     monkeypatch.setattr(train.rln, "gsm8k_reward", odd_is_right)
     cfg = train.rln.Config.from_dict(train.SETTINGS, option_values(SMALL_RUN_OPTIONS))
-    result = asyncio.run(train.run(cfg, 30, openai_agent.agent.solve, lines.append, held_out=4))
+    result = asyncio.run(train.run(cfg, 2, openai_agent.agent.solve, lines.append, held_out=4))
     assert len(result) == 3
     assert [line[:8].strip() for line in lines] == [
         "base mod",
