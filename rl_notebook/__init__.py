@@ -2,7 +2,6 @@
 imported when it is first used, so that the import itself takes milliseconds. All others are imported from their module:
 `from rl_notebook.core.losses import loss_terms`. docs/modules.md lists the modules."""
 
-import gc as _gc
 from importlib import import_module as _import_module
 from importlib.machinery import PathFinder as _PathFinder
 from typing import TYPE_CHECKING
@@ -136,13 +135,7 @@ def _load(name: str) -> _Any:
     "A name of the front door, imported now and kept."
     for home, names in _HOMES.items():
         if name in names.split():
-            collects = _gc.isenabled()
-            _gc.disable()  # what modules make stays: looking through it for garbage takes a sixth of the time
-            try:
-                value = globals()[name] = getattr(_import_module(f"{__name__}.{home}"), name)
-            finally:
-                if collects:
-                    _gc.enable()
+            value = globals()[name] = getattr(_import_module(f"{__name__}.{home}"), name)
             return value
     raise AttributeError(_unknown(name), name=name)
 

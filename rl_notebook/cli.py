@@ -334,7 +334,7 @@ def run_train(args: Sequence[str]) -> int:  # exit code
     "Train as the command line says."
     cfg, options = parse_train(args)
     # only now: it loads torch, which --help and a typo need not wait for
-    from rl_notebook import train
+    from rl_notebook.recipes.rl_loop import train
     from rl_notebook.runs.run import remove_unbegun
 
     opening = list[Any]()
@@ -429,7 +429,7 @@ def run_demo(args: Sequence[str]) -> int:  # exit code
     )
     options = parser.parse_args(args)
 
-    from rl_notebook import train
+    from rl_notebook.recipes.rl_loop import train
 
     log_path = options.log_path or free_folder(Path("runs/demo"))
     cfg = Config(**DEMO, steps=options.steps, log_path=str(log_path))

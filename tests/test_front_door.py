@@ -1,7 +1,6 @@
 "`import rl_notebook as rln`: the names that a researcher finds in it, and what the import costs."
 
 import ast
-import gc
 import inspect
 import re
 import subprocess
@@ -40,19 +39,6 @@ def test_a_name_is_there_and_says_what_it_is(name):
     assert value.__module__.startswith("rl_notebook.")
     text = inspect.getdoc(value) or ""
     assert len(text.split()) >= 3, f"{name}: {text!r} says too little"
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_first_use_of_a_name_leaves_the_garbage_collector_as_it_was(monkeypatch, enabled):
-    "It is off while modules are loaded."
-    monkeypatch.delitem(vars(rln), "Config", raising=False)
-    switch = gc.enable if enabled else gc.disable
-    switch()
-    try:
-        assert rln.Config.__name__ == "Config"
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()
 
 
 def test_only_these_names_are_listed():
