@@ -375,22 +375,23 @@ class Secret:
 
 
 @pytest.mark.parametrize(
-    ("settings", "cause"),
+    ("settings", "cause", "certainty"),
     [
-        ({"top_p": 0.9}, "top-p or top-k"),
-        ({"temperature": 0.7}, "temperature"),
+        ({"top_p": 0.9}, "top-p or top-k", "likely"),
+        ({"temperature": 0.7}, "temperature", "sure"),
     ],
 )
 def test_a_secret_cut_or_temperature_is_named_where_the_samples_show_it(
-    settings: dict[str, float], cause: str
+    settings: dict[str, float], cause: str, certainty: str
 ) -> None:
-    "Of a peaked model."
+    "Of a peaked model; samples do not tell a cut from a forbidden token."
     *_, verdict = verdicts_of_a_step(load_model("tiny")[0], lambda inner: Secret(inner, **settings))
-    assert (verdict.cause, verdict.certainty) == (cause, "sure"), verdict
+    assert (verdict.cause, verdict.certainty) == (cause, certainty), verdict
+    assert ("bias or penalty" in verdict.undecided) == (certainty == "likely")
 
 
 def test_chance_has_the_odds_that_are_claimed() -> None:
-    "No sample from the claimed distribution looks like another temperature or like a cut, whatever the distribution."
+    "No sample from the claimed distribution looks like another temperature, a cut or a bias, whatever the distribution."
     rng = np.random.default_rng(0)
     tail = np.arange(1, 5001) ** -1.0
     distributions = [np.exp(rng.normal(0, width, 264)) for width in (0.1, 1, 2, 4)]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -251,9 +251,14 @@ def constant(e: Evidence) -> Iterator[CauseFinding]:
         return
     if np.ptp(e.s[off]) < 1e-7 and np.ptp(e.p[off]) > tol:
         value = float(e.s[off][0])
-        text = f"all that is off says {value:.4g}: a number that was filled in, or a limit"
-        cause = "filled in" if value == 0 else NONE
-        yield CauseFinding(cause, 1.0 if value < 0 else AMBIGUOUS_SCORE, text)
+        text = f"all that is off says {value:.4g}"
+        if (e.p[off] < value).all():
+            yield CauseFinding(NONE, 1.0, f"{text}: a limit, which nothing is below")
+            return
+        # at temperature 0 every token has a logprob of 0
+        is_greedy = value == 0 and not (e.s[~off] < np.log(MIN_SURE)).any()
+        score = AMBIGUOUS_SCORE if is_greedy else 1.0
+        yield CauseFinding("filled in", score, f"{text}: a number that was filled in")
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #f632423d
 Places = list[tuple[np.ndarray, np.ndarray]]  # logprobs of sampler, and of trainer at temperature 1
@@ -301,13 +306,17 @@ def other_logits(e: Evidence) -> Iterator[CauseFinding]:
         return
     agreed_temperature = e.provenance.trainer_temperature or 1.0  # at which the two should agree
     within = less_shared([s - p / agreed_temperature for s, p in places])
-    if not beyond(within, coarser_rounding(e)):
-        if agreed_temperature == 1:  # elsewhere all differ by what makes probabilities of them
-            level = np.array([(s - p).mean() for s, p in places])
-            yield from one_level(e, level, within)
-        return
-    if found := list(one_factor(e, places)):
+    level = np.array([(s - p).mean() for s, p in places])
+    is_flat = not beyond(within, coarser_rounding(e))
+    if not is_flat and (found := list(one_factor(e, places))):
         yield from found
+        return
+    # 16 bits move an unlikely token by more than those that were sampled
+    noise = NOISE_FACTOR * coarser_rounding(e).mean
+    is_flat |= in_half_precision(e) and within.std() < min(noise, np.abs(level).mean())
+    if is_flat:
+        if agreed_temperature == 1:  # elsewhere all differ by what makes probabilities of them
+            yield from one_level(e, level, within)
         return
     for finding in one_factor(e, both_scored(e, only_new=True)):
         text = (
@@ -357,38 +366,47 @@ MIN_BIASED_PLACES = 3  # where single tokens are off
 
 def bias_or_penalty(e: Evidence) -> Iterator[CauseFinding]:
     "At one place most tokens differ by one number, and single ones by another: those that were said before, or one and the same token."
-    tol = coarser_rounding(e).largest
-    off = list[tuple[int, bool, float]]()  # token, whether it was said before, nats
-    places = 0
-    for listing in e.all_listings:
+    listed = list[Any]()
+    for place, listing in enumerate(e.all_listings):
         new = listing.is_listed & ~listing.is_repeated
         if new.sum() < 2:
             continue
-        gap = listing.gap - np.median(listing.gap[new])
-        is_off = listing.is_listed & (np.abs(gap) > tol)
-        if (is_off & new).sum() * 2 >= new.sum():
-            return
-        places += bool(is_off.any())
-        off += zip(listing.tokens[is_off], listing.is_repeated[is_off], gap[is_off], strict=True)
-    if places < MIN_BIASED_PLACES:
+        columns = {
+            "place": place,
+            "token": listing.tokens,
+            "is_repeated": listing.is_repeated,
+            "gap": listing.gap - np.median(listing.gap[new]),
+        }
+        listed.append(pd.DataFrame(columns)[listing.is_listed])
+    if not listed:
         return
-    tokens, repeated, gaps = (np.array(x) for x in zip(*off, strict=True))
-    if repeated.all() and (gaps < 0).all():
-        text = f"tokens that were said before are up to {-gaps.min():.2g} nats less likely for the sampler, beside others of the same place"
-    elif has_bias_of_its_own(tokens, gaps, tol):
-        each: Any = pd.Series(gaps).groupby(tokens).mean()
+    table: Any = pd.concat(listed)
+    # the median of what new tokens are off by, nine times: six standard deviations of noise
+    noise = 9 * float(table["gap"][~table["is_repeated"]].abs().median())
+    tol = float(np.clip(noise, token_tolerance(e), coarser_rounding(e).largest))
+    is_off = table["gap"].abs() > tol
+    off = table[is_off]
+    new = ~table["is_repeated"]
+    share = (is_off & new).groupby(table["place"]).sum() / new.groupby(table["place"]).sum()
+    if share.max() >= MIN_LIKELY or off["place"].nunique() < MIN_BIASED_PLACES:
+        return
+    if off["is_repeated"].all() and (off["gap"] < 0).all():
+        text = f"tokens that were said before are up to {-off['gap'].min():.2g} nats less likely for the sampler, beside others of the same place"
+    elif has_bias_of_its_own(table[table["token"].isin(off["token"])], tol):
+        each = off.groupby("token")["gap"].mean()
         numbers = " and ".join(f"token {token} by {gap:+.2g} nats" for token, gap in each.items())
         text = f"beside others of the same place the sampler changes {numbers}, and no others"
     else:
         return
-    yield CauseFinding("bias or penalty", 1.0, text, {"places": places})
+    yield CauseFinding("bias or penalty", 1.0, text, {"places": off["place"].nunique()})
 
 
-def has_bias_of_its_own(tokens: np.ndarray, gaps: np.ndarray, tolerance: float) -> bool:
-    "Whether it is one token that differs, or each by the same number wherever it stands, and twice on average."
-    by_token: Any = pd.Series(gaps).groupby(tokens)
-    is_steady = (by_token.max() - by_token.min()).max() <= 2 * tolerance
-    return len(by_token) == 1 or bool(is_steady and len(gaps) >= 2 * len(by_token))
+def has_bias_of_its_own(table: Any, tolerance: float) -> bool:
+    "Whether each of the tokens that differ somewhere does wherever it is listed, by the same number, and is listed twice on average."
+    gaps = table.groupby("token")["gap"]
+    is_steady = (gaps.max() - gaps.min()).max() <= 2 * tolerance
+    is_off = (table["gap"].abs() > tolerance).all()
+    return bool(is_off and is_steady and len(table) >= 2 * gaps.ngroups)
 
 
 def one_level(
@@ -405,15 +423,15 @@ def one_level(
     is_seen = any(lists_all(x, e) for x in e.all_listings)
     if not (is_seen or is_steady or level.max() > tol) or (level < -tol).any():
         return
-    if not is_seen and explained(e.gap, said_otherwise(e), token_tolerance(e)) >= MIN_SURE:
-        text = "tokens of one place are higher for the sampler by one number, also when it scores them and nothing is cut: the trainer gives probability to others, such as ids that fill up a vocabulary"
-        yield CauseFinding(NONE, AMBIGUOUS_SCORE, text)
-        yield CauseFinding("vocabulary", MIN_LIKELY, text)
-        return
     numbers = {"places": len(level)}
     if level.max() > tol and (missing := missing_tokens(e, tol)):
         text = f"the sampler never lists token {' or '.join(map(str, missing))}, and gives just its probability to all others"
         yield CauseFinding("bias or penalty", 1.0, text, numbers)
+        return
+    if not is_seen and explained(e.gap, said_otherwise(e), token_tolerance(e)) >= MIN_SURE:
+        text = "tokens of one place are higher for the sampler by one number, also when it scores them and nothing is cut: the trainer gives probability to others, such as ids that fill up a vocabulary"
+        yield CauseFinding(NONE, AMBIGUOUS_SCORE, text)
+        yield CauseFinding("vocabulary", MIN_LIKELY, text)
         return
     if not may_be_cut(e, tol):
         text = "the sampler gives the tokens of one place more than a cut of less likely ones could: it forbids a likely one"
@@ -473,10 +491,12 @@ def claimed_temperatures(e: Evidence) -> Iterator[CauseFinding]:
     yield CauseFinding("temperature", score, text if differs(e) else f"{text}{agree}")
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2cab0719
-MIN_GAIN = -float(np.log(MAX_FALSE_ALARM_RATE))  # nats, for each of three alternatives
+MIN_GAIN = -float(np.log(MAX_FALSE_ALARM_RATE))  # nats, for each of four alternatives
+# the strengths of each law
 INVERSE_TEMPERATURES = np.delete(np.geomspace(1 / 8, 64, 109), 36)  # 1/T, without 1
-# share of "something else" that is still sampled
-KEPT_OF_OTHERS = np.array([0.5, 0.1, 0.02, 0.001])
+RIVALS = np.array([[1.0], [16.0], [256.0], [4096.0]])  # tokens that "something else" may be
+KEPT_OF_OTHERS = np.array([0.5, 0.1, 0.02, 0.001])  # share of "something else" that is sampled
+PENALTIES = np.array([-3.0, -1.5, -0.8, -0.4, -0.2, 0.2, 0.4, 0.8, 1.5, 3.0])  # nats
 # other odds: Dirichlet laws around what is claimed
 DIRICHLET_CONCENTRATIONS = np.array([3.0, 10.0, 30.0, 100.0])
 
@@ -484,29 +504,40 @@ DIRICHLET_CONCENTRATIONS = np.array([3.0, 10.0, 30.0, 100.0])
 log_gamma = np.vectorize(math.lgamma)
 
 
-def gains(r: Resample, half: int, tol: float) -> dict[str, np.ndarray]:
-    "Nats by which the counts of a half are likelier than claimed, for each strength of each law."
+def fit_biases(resamples: Sequence[Resample], half: int) -> dict[int, float]:
+    "The nats by which a half changes each token that was sampled at several places."
+    rows = [
+        (token, count, r.counts[half].sum() * np.exp(claimed))
+        for r in resamples
+        for token, count, claimed in zip(r.tokens.tolist(), r.counts[half], r.claimed, strict=True)
+    ]
+    table: Any = pd.DataFrame(rows, columns=["token", "count", "expected"])
+    sums = table[table.duplicated("token", keep=False)].groupby("token").sum()
+    biases = np.log((sums["count"] + 1) / (sums["expected"] + 1))
+    return biases.to_dict()
+
+
+def gains(
+    r: Resample, half: int, tol: float, is_repeated: np.ndarray, biases: Mapping[int, float]
+) -> dict[str, np.ndarray]:
+    "Nats by which the counts of a half are likelier than claimed, for each strength of each law; `is_repeated` is (H,)."
     named = r.counts[1 - half] > 0
-    claimed, counts, rest = (
-        r.claimed[named],
-        r.counts[half][named],
-        int(r.counts[half][~named].sum()),
-    )
-    all_named = np.logaddexp.reduce(claimed)
-    other = max(-float(np.expm1(all_named)), 1e-9)
+    claimed = r.claimed[named]
+    counts = r.counts[half][named]
+    rest = int(r.counts[half][~named].sum())
+    other = max(-float(np.expm1(np.logaddexp.reduce(claimed))), 1e-9)
     # what rounding took from the others is theirs
     claim = counts @ claimed + rest * np.log(other + tol)
-    of_named = np.array(
-        [
-            counts @ (a * claimed) - counts.sum() * np.logaddexp.reduce(a * claimed)
-            for a in (1.0, *INVERSE_TEMPERATURES)
-        ]
-    )
-    cut = (
-        rest * np.log(KEPT_OF_OTHERS * other)
-        + counts.sum() * (np.log1p(-KEPT_OF_OTHERS * other) - all_named)
-        + counts @ claimed
-    )
+
+    def gain(named_weights: np.ndarray, other_weights: np.ndarray) -> np.ndarray:  # (S, H), (S,)
+        total = np.logaddexp(np.logaddexp.reduce(named_weights, axis=1), other_weights)
+        chosen = named_weights @ counts + rest * other_weights
+        return chosen - (counts.sum() + rest) * total - claim
+
+    sharpness = np.tile(INVERSE_TEMPERATURES, len(RIVALS))
+    of_rivals = INVERSE_TEMPERATURES * np.log(other) + (1 - INVERSE_TEMPERATURES) * np.log(RIVALS)
+    own_bias = np.array([biases.get(token, 0.0) for token in r.tokens[named].tolist()])
+    biased = np.vstack([PENALTIES[:, None] * is_repeated[named], own_bias])
     # a claim may be a mark such as -9999
     prior = (
         DIRICHLET_CONCENTRATIONS[:, None] * np.r_[np.maximum(np.exp(claimed), 1e-300), other + tol]
@@ -519,45 +550,64 @@ def gains(r: Resample, half: int, tol: float) -> dict[str, np.ndarray]:
         + (log_gamma(prior + seen) - log_gamma(prior)).sum(axis=1)
     )
     return {
-        "temperature": of_named[1:] - of_named[0],
-        "top-p or top-k": cut - claim,
+        "temperature": gain(sharpness[:, None] * claimed, of_rivals.ravel()),
+        "top-p or top-k": gain(claimed[None], np.log(KEPT_OF_OTHERS * other)),
+        "bias or penalty": gain(claimed + biased, np.full(len(biased), np.log(other))),
         NONE: other_odds - claim,
     }
 
 
 def resample_gains(e: Evidence) -> dict[str, tuple[float, int]]:
     "For each law the nats by which it is likelier than what is claimed, and the best of its strengths."
+    tol = token_tolerance(e)
+    heads = [e.datums[e.row[r.at]].tokens[: e.target[r.at] + 1] for r in e.resamples]
+    by_half = list[dict[str, Any]]()
+    for half in (0, 1) if e.resamples else ():
+        biases = fit_biases(e.resamples, 1 - half)
+        of_places = [
+            gains(r, half, tol, np.isin(r.tokens, head), biases)
+            for r, head in zip(e.resamples, heads, strict=True)
+        ]
+        by_half.append({cause: sum(place[cause] for place in of_places) for cause in of_places[0]})
     gains_by_cause = dict[str, tuple[float, int]]()
-    for cause in ("temperature", "top-p or top-k", NONE) if e.resamples else ():
-        halves = np.array(
-            [sum(gains(r, half, token_tolerance(e))[cause] for r in e.resamples) for half in (0, 1)]
-        )
+    for cause in by_half[0] if by_half else ():
+        halves = np.array([half[cause] for half in by_half])
         mean = np.logaddexp.reduce(halves, axis=None) - np.log(halves.size)
         gains_by_cause[cause] = float(mean), int(halves.sum(axis=0).argmax())
     return gains_by_cause
 
 
+def law_in_words(cause: str, strength: int) -> str:
+    "A law of `gains`, with the strength at this place of its list."
+    if cause == "temperature":
+        return f"temperature {1 / INVERSE_TEMPERATURES[strength % len(INVERSE_TEMPERATURES)]:.2f}"
+    if cause == "bias or penalty" and strength < len(PENALTIES):
+        return f"a change of {PENALTIES[strength]:+.1f} nats of tokens that were said before"
+    other = {"bias or penalty": "a change of single tokens", "top-p or top-k": "a cut"}
+    return other.get(cause, "other odds, of no temperature, cut or bias")
+
+
 def sampled_otherwise(e: Evidence) -> Iterator[CauseFinding]:
     "Tokens that were sampled again have other odds than the sampler reports."
-    gains_by_cause = {
-        cause: (gain, best) for cause, (gain, best) in resample_gains(e).items() if gain > MIN_GAIN
-    }
-    if differs(e) or not gains_by_cause:  # where the numbers are wrong, they claim nothing
+    found = {cause: x for cause, x in resample_gains(e).items() if x[0] > MIN_GAIN}
+    if differs(e) or not found:  # where the numbers are wrong, they claim nothing
         return
-    # a lower temperature also samples less of the rest, and other odds fit a temperature or a cut nearly as well
-    cause = next(
-        cause for cause in ("temperature", "top-p or top-k", NONE) if cause in gains_by_cause
-    )
-    if gains_by_cause.get(NONE, (0.0, 0))[0] > gains_by_cause[cause][0] + MIN_GAIN:
-        cause = NONE
+    # other odds fit any law nearly as well
+    best = max(found, key=lambda cause: found[cause][0] - MIN_GAIN * (cause == NONE))
+    gain, strength = found[best]
     n = int(sum(r.counts.sum() for r in e.resamples))
-    gain, best = gains_by_cause[cause]
-    named = {
-        "temperature": f"temperature {1 / INVERSE_TEMPERATURES[best]:.2f}",
-        NONE: "other odds, of no temperature or cut",
-    }
-    text = f"{n} tokens sampled again fit {named.get(cause, 'a cut')} better than the reported probabilities, by {gain:.0f} nats"
-    yield CauseFinding(cause, 1.0, text, {"tokens": n, "nats": gain})
+    text = f"{n} tokens sampled again fit {law_in_words(best, strength)} better than the reported probabilities, by {gain:.0f} nats"
+    # next to any other law, odds of no law may be that law and rounding
+    nearly = MIN_GAIN if best == NONE else gain - MIN_GAIN
+    close = {cause: strength for cause, (other, strength) in found.items() if other > nearly}
+    if best == "top-p or top-k":  # a forbidden token is not sampled either
+        close.setdefault("bias or penalty", len(PENALTIES))
+    del close[best]
+    score = MAX_UNLISTED_SCORE if close else 1.0
+    yield CauseFinding(best, score, text, {"tokens": n, "nats": gain})
+    for cause, strength in close.items():
+        also = f"{text}; {law_in_words(cause, strength)} may explain it, too"
+        yield CauseFinding(cause, AMBIGUOUS_SCORE, also)
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #3a28c39e
 AS_RECORDED = "as recorded"  # the name of the recorded prompt among those of `context`
