@@ -26,7 +26,7 @@ from rl_notebook.experiments.whatif import reward_lab
 from rl_notebook.insight.doctor.doctor import diagnose
 from rl_notebook.insight.xray import xray
 from rl_notebook.runs.foreign import SHOWN
-from rl_notebook.runs.run import Run
+from rl_notebook.runs.run import Run, open_foreign
 
 FOREIGN = Path(__file__).parent / "foreign"
 ROUNDED = {"prime_rl_rollouts", "prime_rl_monitors", "verifiers"}  # four decimals on disk
@@ -454,6 +454,17 @@ def test_several_runs_or_none_are_rejected_by_name(tmp_path):
         shutil.copytree(FOREIGN / "nemo_rl", tmp_path / name)
     with pytest.raises(RecordError, match="2 of them"):
         Run.open(tmp_path)
+
+
+def test_a_neighbour_of_a_folder_is_no_part_of_it(tmp_path):
+    step = tmp_path / "step_1"
+    other = tmp_path / "notes"
+    step.mkdir()
+    other.mkdir()
+    (step / "gen_batch.dp").touch()
+    with pytest.raises(RecordError, match="gen_batch"):
+        open_foreign(step)
+    assert open_foreign(other) is None
 
 
 def test_the_likeliest_tokens_that_miles_recorded_are_read(tmp_path):

@@ -422,12 +422,11 @@ class Reader:
         above = [
             path.parents[k] for k in range(len(parts) - 1) if path.match("/".join(parts[: k + 1]))
         ]
-        for pattern in ["*/" * depth + cls.signature for depth in range(4)]:
-            runs = {
-                hit.parents[len(parts) - 1]
-                for start in [path, *above]
-                for hit in start.glob(pattern)
-            }
+        for depth in range(4):
+            starts = [path] if depth else [path, *above]
+            hits = (hit for start in starts for hit in start.glob("*/" * depth + cls.signature))
+            # a neighbour of the folder is no part of it
+            runs = {hit.parents[len(parts) - 1] for hit in hits if hit.is_relative_to(path)}
             readers = [
                 reader for reader in (cls(run, path) for run in sorted(runs)) if reader._fits
             ]

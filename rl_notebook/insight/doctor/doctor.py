@@ -484,7 +484,7 @@ async def run_listing(e: Evidence, backend: Backend, datum_indices: Sequence[int
 
 
 def read_listings(
-    c: Completion, head: np.ndarray, sampled: Sequence[int], end: int | None
+    c: Completion, head: np.ndarray, sampled: Sequence[int] | np.ndarray, end: int | None
 ) -> list[Listing]:
     "What the sampler lists at each token that was sampled behind a text, without the policy's numbers; none, if raw logprobs say nothing of its temperature."
     top = c.top_logprobs
@@ -505,7 +505,7 @@ def read_listings(
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #aa25f058
 def datum_behind(
-    head: np.ndarray, tokens: Sequence[int], listings: Sequence[Listing] = ()
+    head: np.ndarray, tokens: Sequence[int] | np.ndarray, listings: Sequence[Listing] = ()
 ) -> Datum:
     "Scores tokens behind a text, and names those of a listing at each of them."
     weights = np.r_[np.zeros(len(head) - 1), np.ones(len(tokens))]
