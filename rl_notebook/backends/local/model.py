@@ -214,7 +214,15 @@ def keeps_state(model: Any) -> bool:
 
 def check_layers(model: Any) -> None:
     "Raises `BackendError` for a model with layers of a kind that is not known."
-    config = model.get_decoder().config
+    decoder = model.get_decoder()
+    if not hasattr(decoder, "config"):  # some call their head so
+        what = "the model cannot be run"
+        got = f"get_decoder() returns a {type(decoder).__name__}"
+        expected = "the layers below the head, with their config"
+        raise BackendError(
+            what, where=type(model).__name__, got=got, expected=expected, fix=ELSEWHERE
+        )
+    config = decoder.config
     kinds = [
         *(getattr(config, "layer_types", None) or ()),
         *["dynamic_mask"] * hasattr(config, "keep_window_size"),

@@ -55,10 +55,10 @@ from rl_notebook.insight.doctor.evidence import (
     Resample,
     beyond,
     differs,
-    excess,
     explained,
     finer_rounding,
     gather,
+    in_half_precision,
     localize_mismatch,
     noise_floor,
     said_otherwise,
@@ -801,12 +801,12 @@ def may_change(name: str, e: Evidence) -> bool:
             False  # what it samples today is not what it scores: new weights would not change that
         )
     if name == "parts":
-        stays = excess(left_after_sync(e), token_tolerance(e)) > (1 - MIN_SURE) * excess(
-            e.gap, token_tolerance(e)
-        )
-        return (
-            "echo" not in e.failed and stays and d.cause in (NONE, PART_OF_WEIGHTS, "stale weights")
-        )
+        closed = explained(e.gap, left_after_sync(e), token_tolerance(e))
+        # noise of 16 bits stays after a sync, too
+        is_noisy = d.cause == "stale weights" and in_half_precision(e)
+        stays = closed < (MIN_LIKELY if is_noisy else MIN_SURE)
+        suspects = (NONE, PART_OF_WEIGHTS, "stale weights")
+        return "echo" not in e.failed and stays and d.cause in suspects
     by_experiment = ("decoding", PART_OF_WEIGHTS)
     return name != "context" or d.cause not in by_experiment or d.score < MAX_UNSYNCED_SCORE
 
