@@ -64,7 +64,7 @@ types: $(STAMP)
 # Several notebooks or tests at a time, one thread each: many wait for a service, and more threads make small tensors
 # crawl.
 notebooks: $(STAMP) ## run the notebooks; their assertions are tests. Those of a minute and more only with SLOW
-	OMP_NUM_THREADS=1 $(BIN)/python tests/notebooks.py --n_workers $(WORKERS) --timing $(if $(SLOW),,--skip_file_re '^(104|106|201|202|203|302|303|401)_')
+	OMP_NUM_THREADS=1 $(BIN)/python tests/notebooks.py --n_workers $(WORKERS) --timing $(if $(SLOW),,--skip_file_re '^(201|202|203|302|303|401)_')
 
 # tests/test_house.py among them: it exports afresh into a copy and compares.
 pytest: $(STAMP) chromium ## run tests/, the house rules and the browser tests among them

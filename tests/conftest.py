@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import itertools
 import os
 import sys
 import signal
@@ -91,20 +90,11 @@ def _no_loss_outlives_its_file() -> Iterator[None]:
     POLICY_LOSSES.update(before)
 
 
-FILES = itertools.count(1)
-
-
 @pytest.fixture(autouse=True, scope="module")
-def _no_memory_outlives_its_file() -> None:
-    """Models are in cycles, and what is freed in many threads is not released by itself: workers grew to gigabytes.
-
-    What is left of the files before is mostly modules, which stay. Only every tenth time it is looked through again: late
-    in a run that takes a second, for every file and for whatever else collects.
-    """
-    if next(FILES) % 10 == 0:
-        gc.unfreeze()
+def _no_memory_outlives_its_file() -> Iterator[None]:
+    "Models are in cycles, and what is freed in many threads is not released by itself: workers grew to gigabytes."
+    yield
     gc.collect()
-    gc.freeze()
     if sys.platform == "linux":
         getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
 
