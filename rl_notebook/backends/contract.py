@@ -99,7 +99,7 @@ ADAM_EPSILON = 1e4  # of Adam in the checks: far above any gradient
 VISIBLE_NATS = 0.1  # nats that a step should move a logprob
 
 
-@dataclass
+@dataclass(frozen=True)
 class ToyState:
     "A trainer, a saved state of it, and the logprobs of a toy sequence in that state."
 
@@ -107,7 +107,6 @@ class ToyState:
     start: str  # path of the state
     tokens: list[int]
     logprobs: np.ndarray  # (N-1,)
-    step_size: float = 1e-4  # tried first; the visible one, once it is found
 
 # %% ../../nbs/backends/03_contract.ipynb #950eb059
 def plain_descent(h: float) -> AdamParams:
@@ -144,14 +143,13 @@ async def toy_step(
 # %% ../../nbs/backends/03_contract.ipynb #4e994e31
 async def visible_step(toy: ToyState) -> tuple[float, np.ndarray, dict[str, float]]:
     "A step size that moves the last logprob by about `VISIBLE_NATS`, and what it did."
-    h = toy.step_size
+    h = 1e-4
     change, metrics = await toy_step(toy, -1.0, h)
     for _ in range(6):
         if VISIBLE_NATS / 2 <= abs(change[-1]) <= 2 * VISIBLE_NATS:
             break
         h *= float(np.clip(VISIBLE_NATS / max(abs(change[-1]), 1e-9), 0.01, 100.0))
         change, metrics = await toy_step(toy, -1.0, h)
-    toy.step_size = h
     return h, change, metrics
 
 # %% ../../nbs/backends/03_contract.ipynb #9ba100cc
