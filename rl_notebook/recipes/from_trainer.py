@@ -269,7 +269,10 @@ def fill_variables(text: str, variables: Variables) -> str:
         terms = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
         if "**" in terms or not re.fullmatch(r"[\d\s()+*/-]+", terms):
             return match[0]
-        return str(pd.eval(terms.replace("/", "//"), engine="python"))
+        try:
+            return str(pd.eval(terms.replace("/", "//"), engine="python"))
+        except (SyntaxError, ZeroDivisionError):
+            return match[0]
 
     for _ in range(MAX_NESTING):  # from the inside to the outside
         text = Reference(text).safe_substitute(variables)
