@@ -252,7 +252,7 @@ def constant(e: Evidence) -> Iterator[CauseFinding]:
     if np.ptp(e.s[off]) < 1e-7 and np.ptp(e.p[off]) > tol:
         value = float(e.s[off][0])
         text = f"all that is off says {value:.4g}"
-        if (e.p[off] < value).all():
+        if value < 0 and (e.p[off] < value).all():
             yield CauseFinding(NONE, 1.0, f"{text}: a limit, which nothing is below")
             return
         # at temperature 0 every token has a logprob of 0
@@ -364,10 +364,10 @@ def missing_tokens(e: Evidence, tolerance: float) -> list[int]:
 MIN_BIASED_PLACES = 3  # where single tokens are off
 
 
-def bias_or_penalty(e: Evidence) -> Iterator[CauseFinding]:
-    "At one place most tokens differ by one number, and single ones by another: those that were said before, or one and the same token."
-    listed = list[Any]()
-    for place, listing in enumerate(e.all_listings):
+def gaps_beside_new_tokens(listings: Sequence[Listing]) -> Any:
+    "A data frame of the tokens that are listed at each place, with their gap less the median gap of those that were not said before."
+    tables: list[Any] = [pd.DataFrame(columns=["place", "token", "is_repeated", "gap"])]
+    for place, listing in enumerate(listings):
         new = listing.is_listed & ~listing.is_repeated
         if new.sum() < 2:
             continue
@@ -377,18 +377,18 @@ def bias_or_penalty(e: Evidence) -> Iterator[CauseFinding]:
             "is_repeated": listing.is_repeated,
             "gap": listing.gap - np.median(listing.gap[new]),
         }
-        listed.append(pd.DataFrame(columns)[listing.is_listed])
-    if not listed:
-        return
-    table: Any = pd.concat(listed)
-    # the median of what new tokens are off by, nine times: six standard deviations of noise
-    noise = 9 * float(table["gap"][~table["is_repeated"]].abs().median())
-    tol = float(np.clip(noise, token_tolerance(e), coarser_rounding(e).largest))
+        tables.append(pd.DataFrame(columns)[listing.is_listed])
+    return pd.concat(tables[1:] or tables, ignore_index=True)
+
+
+def bias_or_penalty(e: Evidence) -> Iterator[CauseFinding]:
+    "At one place most tokens differ by one number, and single ones by another: those that were said before, or one and the same token."
+    tol = coarser_rounding(e).largest
+    table = gaps_beside_new_tokens(e.all_listings)
     is_off = table["gap"].abs() > tol
     off = table[is_off]
-    new = ~table["is_repeated"]
-    share = (is_off & new).groupby(table["place"]).sum() / new.groupby(table["place"]).sum()
-    if share.max() >= MIN_LIKELY or off["place"].nunique() < MIN_BIASED_PLACES:
+    new_off = is_off[~table["is_repeated"].astype(bool)].groupby(table["place"]).mean()
+    if off["place"].nunique() < MIN_BIASED_PLACES or (new_off >= MIN_LIKELY).any():
         return
     if off["is_repeated"].all() and (off["gap"] < 0).all():
         text = f"tokens that were said before are up to {-off['gap'].min():.2g} nats less likely for the sampler, beside others of the same place"
@@ -877,7 +877,7 @@ def decoding(e: Evidence) -> Iterator[CauseFinding]:
     # what was sampled with the reported odds is e^x times likelier by others at most e^-x of the time
     likelier = -float(np.nansum(np.concatenate(gaps)))
     if likelier > MIN_GAIN:
-        text = f"{text}, and are likelier by that, by {likelier:.0f} nats: it does not sample from what it reports"
+        text = f"{text}, and fit those scores better, by {likelier:.0f} nats: it does not sample from what it reports"
         yield CauseFinding(NONE, MAX_UNSYNCED_SCORE, text)
         return
     behind_prompts = [*e.listings, *(c.listings[0] for c in e.completions if c.listings)]
@@ -888,7 +888,7 @@ def decoding(e: Evidence) -> Iterator[CauseFinding]:
     if not firsts:
         yield CauseFinding("decoding", MAX_UNSYNCED_SCORE, f"{text}, and none in its first token")
     elif correlation and not all(beyond(gap, allowed) for gap in gaps):
-        servers = f"and some of them do not: one of several servers has older weights, as the gap follows what the policy has learned (correlation {correlation:.2f})"
+        servers = f"but not all of them do: one of several servers has older weights, as the gap follows what the policy has learned (correlation {correlation:.2f})"
         yield CauseFinding("stale weights", MAX_UNSYNCED_SCORE, f"{text}, {servers}")
     elif correlation:
         cache = f"as with a cache of older weights: the gap follows what the policy has learned (correlation {correlation:.2f})"
