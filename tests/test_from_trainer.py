@@ -375,7 +375,8 @@ def test_a_shell_script_is_not_run_and_hostile_words_do_nothing(tmp_path: Path) 
 def test_arithmetic_of_a_shell_script() -> None:
     words = shell_settings("n=8\na.b=$(((n + 2) * 4)) c.d=$((n / (1 + 1)))")
     assert words == {"a.b": "40", "c.d": "4"}
-    assert shell_settings("a.b=$((3+)) c.d=$((1/0))") == {"a.b": "$((3+))", "c.d": "$((1/0))"}
+    words = shell_settings("train a.b=$((3+)) c.d=$((1/0))")
+    assert words == {"a.b": "$((3+))", "c.d": "$((1/0))"}
 
 
 def test_variables_that_contain_each_other_do_not_hang() -> None:
