@@ -28,6 +28,7 @@ from rl_notebook.insight.doctor.evidence import (
     CauseFinding,
     Resample,
     beyond,
+    chance_of_sum,
     coarser_rounding,
     differs,
     direction,
@@ -36,7 +37,6 @@ from rl_notebook.insight.doctor.evidence import (
     finer_rounding,
     in_half_precision,
     nearest_at,
-    not_by_chance,
     repetitions,
     rounding_here,
     rounding_of_logits,
@@ -72,54 +72,52 @@ def shift(e: Evidence) -> Iterator[CauseFinding]:
         text = (
             f"the sampler's values stand {abs(by)} too {'late' if by > 0 else 'early'}; moved back"
         )
-        yield score_prediction(e, "shift", left, text, True, shift=by)
+        yield score_prediction(e, "shift", left, text, True)
 
 
 def mask_leak(e: Evidence) -> Iterator[CauseFinding]:
     "Weights are 1 where the policy sampled nothing: by the samples' masks, or the sampler has no number where rows begin."
     masks = zip(e.datums, e.sampler, e.sampled_masks, strict=True)
-    leaked = [(s[d.active & (m == 0)], m[d.active]) for d, s, m in masks if m is not None]
-    leaked = [(values, sampled) for values, sampled in leaked if len(values)]
-    if leaked:
-        n = sum(len(values) for values, _ in leaked)
-        text = f"{n} trained positions that the policy did not sample"
-        # in each row one, behind what was sampled
-        if all(len(values) == 1 and values[0] == 0 == sampled[-1] for values, sampled in leaked):
-            text = f"{text}, one behind the end of each of {n} samples, with a logprob of 0"
-            yield CauseFinding("filled in", MAX_UNLISTED_SCORE, f"{text}: an end token, appended")
-            yield CauseFinding("mask leak", MAX_UNSYNCED_SCORE, text, {"positions": n})
-            return
-        yield CauseFinding("mask leak", 1.0, text, {"positions": n}, is_counted=True)
+    leaked = [s[d.active & (m == 0)] for d, s, m in masks if m is not None]
+    leaked = [values for values in leaked if len(values)]
+    if not leaked:
+        yield from empty_starts(e)
         return
+    n = sum(map(len, leaked))
+    text = f"{n} trained positions that the policy did not sample"
+    if any(len(values) > 1 or values[0] != 0 for values in leaked):
+        yield CauseFinding("mask leak", 1.0, text, is_counted=True)
+        return
+    text = f"{text}, one in each of {n} samples, with a logprob of 0"
+    yield CauseFinding("filled in", MAX_UNLISTED_SCORE, f"{text}: an end token, appended")
+    yield CauseFinding("mask leak", MAX_UNSYNCED_SCORE, text)
+
+
+def empty_starts(e: Evidence) -> Iterator[CauseFinding]:
+    "Rows that begin with tokens without a value: of the prompt, or sampled, as where those of one prompt begin with different ones."
     # 0 is right for a token that is certain
     empty = (~np.isfinite(e.s) | (e.s == 0)) & ~(e.p > np.log(MIN_SURE))
     first = np.diff(e.row, prepend=-1) > 0
-    begins = (
-        empty[first].mean() > MIN_LIKELY
-        and empty[~first & ~np.r_[False, empty[:-1]]].mean() < 1 - MIN_SURE
-    )
-    # which leaves the first token empty, too
-    if begins and not any(cause.score >= MIN_SURE for cause in shift(e)):
-        text = f"{empty[first].mean():.0%} of the rows begin with tokens that the sampler has no value for"
-        shows = {"positions": int(empty.sum())}, tuple(np.flatnonzero(empty).tolist())
-        for cause, score, why in leaked_or_sampled(e, empty, first):
-            yield CauseFinding(cause, score, text + why, *shows)
-
-
-def leaked_or_sampled(
-    e: Evidence, empty: np.ndarray, first: np.ndarray
-) -> list[tuple[str, float, str]]:
-    "Whether rows that begin without a value begin with the prompt: then those of one prompt begin alike."
-    of = [
-        (e.datums[row].group, past)
-        for row, past in zip(e.row[first], e.prefix_hashes(False)[first], strict=True)
-    ]
-    table: Any = pd.DataFrame({"prompt": of, "token": e.token[first]})
-    if np.r_[empty[1:] & ~first[1:], False][first].mean() > MIN_LIKELY:  # more than one token each
-        return [("mask leak", 1.0, "")]
-    if table.groupby("prompt")["token"].nunique().max() > 1:
-        return [("filled in", 1.0, ", different ones behind the same prompt: they were sampled")]
-    return [(cause, AMBIGUOUS_SCORE, ", sampled or not") for cause in ("mask leak", "filled in")]
+    at_start = empty[first].mean()
+    behind_a_value = ~first & ~np.r_[False, empty[:-1]]
+    if at_start <= MIN_LIKELY or empty[behind_a_value].mean() >= 1 - MIN_SURE:
+        return
+    # a shift leaves the first token empty, too
+    if any(cause.score >= MIN_SURE for cause in shift(e)):
+        return
+    text = f"{at_start:.0%} of the rows begin with tokens that the sampler has no value for"
+    starts: Any = pd.DataFrame({"prompt": e.prefix_hashes(False), "token": e.token})[first]
+    second_is_empty = np.r_[empty[1:] & ~first[1:], False][first]
+    if second_is_empty.mean() > MIN_LIKELY:
+        scores = {"mask leak": 1.0}
+    elif starts.groupby("prompt")["token"].nunique().max() > 1:
+        text = f"{text}, different ones behind the same prompt: they were sampled"
+        scores = {"filled in": 1.0}
+    else:
+        text = f"{text}, sampled or not"
+        scores = dict.fromkeys(("mask leak", "filled in"), AMBIGUOUS_SCORE)
+    for cause, score in scores.items():
+        yield CauseFinding(cause, score, text, tuple(np.flatnonzero(empty).tolist()))
 
 
 def non_finite(e: Evidence) -> Iterator[CauseFinding]:
@@ -128,10 +126,9 @@ def non_finite(e: Evidence) -> Iterator[CauseFinding]:
     if all(d.ref_logprobs is not None for d in e.datums):
         bad |= ~np.isfinite(e.flat([d.ref_logprobs for d in e.datums]))
     if bad.any():
-        at = np.flatnonzero(bad)
+        at = tuple(np.flatnonzero(bad).tolist())
         text = f"{len(at)} of {len(e.gap)} positions have no finite number"
-        where = tuple(at.tolist())
-        yield CauseFinding("non-finite", 1.0, text, {"positions": len(at)}, where, is_counted=True)
+        yield CauseFinding("non-finite", 1.0, text, at, is_counted=True)
 
 
 def wrong_reference(e: Evidence) -> Iterator[CauseFinding]:
@@ -146,13 +143,8 @@ def wrong_reference(e: Evidence) -> Iterator[CauseFinding]:
         is_off = beyond(off, allowed)
     if np.isfinite(off).all() and is_off:
         text = f"before any update the reference differs by up to {np.abs(off).max():.2g} nats"
-        yield CauseFinding(
-            "wrong reference",
-            1.0,
-            text,
-            {"kl": float(-off.mean())},
-            tuple(np.argsort(-np.abs(off))[:3]),
-        )
+        largest = tuple(np.argsort(-np.abs(off))[:3].tolist())
+        yield CauseFinding("wrong reference", 1.0, text, largest)
 
 
 def other_tokens(e: Evidence) -> Iterator[CauseFinding]:
@@ -160,18 +152,11 @@ def other_tokens(e: Evidence) -> Iterator[CauseFinding]:
     groups = [group for group in e.other_tokens_from.values() if group is not None]
     if groups:
         text = f"{len(groups)} of {len(e.datums)} datums begin with the prompt of another group"
-        yield CauseFinding("wrong group", 1.0, text, {"datums": len(groups)}, is_counted=True)
+        yield CauseFinding("wrong group", 1.0, text, is_counted=True)
     elif e.other_tokens_from:
         text = f"{len(e.other_tokens_from)} of {len(e.datums)} datums have other tokens than their sample"
-        yield CauseFinding(
-            "BOS or template", AMBIGUOUS_SCORE, text, {"datums": len(e.other_tokens_from)}
-        )
-        yield CauseFinding(
-            "wrong group",
-            MIN_LIKELY,
-            f"{text}, of another step perhaps",
-            {"datums": len(e.other_tokens_from)},
-        )
+        yield CauseFinding("BOS or template", AMBIGUOUS_SCORE, text)
+        yield CauseFinding("wrong group", MIN_LIKELY, f"{text}, of another step perhaps")
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #e292d380
 def by_row(e: Evidence, series: np.ndarray, width: int) -> np.ndarray:
@@ -184,60 +169,56 @@ def by_row(e: Evidence, series: np.ndarray, width: int) -> np.ndarray:
 
 
 def nearest_row(e: Evidence, row: int, tried: np.ndarray) -> tuple[int, float]:
-    """Which line of (R, width) gaps fits a row best (of equals its own, then the same sample's), and the logarithm of the probability that some line does by chance.
+    """Which line of (R, width) gaps fits a row best (of equals that of the same sample), and the logarithm of the probability that some line does by chance.
 
     The probability that a token fits is measured: all other lines say how near values come by chance, where the row is off."""
     tol = token_tolerance(e)
-    over = np.maximum(np.abs(tried) - tol, 0)
-    known = np.isfinite(over).sum(axis=1)
-    enough = known * 2 >= max(known[row], 2)
-    fits = np.where(enough, np.nansum(over, axis=1) / np.maximum(known, 1), np.inf)
-    other_sample = np.array([d.sample != e.datums[row].sample for d in e.datums])
-    best = int(np.lexsort((other_sample, np.arange(len(fits)) != row, fits))[0])
-    is_off = over[row] > 0
-    others = np.delete(np.abs(tried[:, is_off]), [row, best], axis=0)
+    sizes = np.abs(tried)
+    known = np.isfinite(sizes).sum(axis=1)
+    fits = np.nansum(np.maximum(sizes - tol, 0), axis=1) / np.maximum(known, 1)
+    fits[known < max(known[row] / 2, 2)] = np.inf
+    other_sample = [d.sample != e.datums[row].sample for d in e.datums]
+    best = int(np.lexsort((other_sample, fits))[0])
+    is_off = sizes[row] > tol
+    others = np.delete(sizes[:, is_off], [row, best], axis=0)
     near = tol / np.maximum(others[np.isfinite(others)], tol)
     share = np.quantile(near, 0.75) if len(near) else 1.0  # some rows say the same rightly
-    return best, float(np.log(len(fits)) + (over[best, is_off] == 0).sum() * np.log(share))
+    chance = np.log(len(fits)) + (sizes[best, is_off] <= tol).sum() * np.log(share)
+    return (best, float(chance)) if fits[best] < fits[row] else (row, 0.0)
 
 
 def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[CauseFinding]:
     "Rows, or whole groups, have the numbers of others."
     s = by_row(e, e.s, width)
     p = by_row(e, e.p, width)
-    left = s - p
+    tol = token_tolerance(e)
+    off = np.flatnonzero((np.abs(s - p) > tol).any(axis=1))[:limit].tolist()
+    left = e.gap.copy()
     moved = dict[int, int]()
-    off = np.flatnonzero((np.abs(left) > token_tolerance(e)).any(axis=1))[:limit].tolist()
     chance = 0.0
     for row in off:
         tried = s[row] - p
-        for other, d in enumerate(e.datums):
-            # a row of the same tokens says the same where nothing is wrong: it is no other row
-            if other != row and np.array_equal(d.tokens, e.datums[row].tokens):
-                tried[other] = np.nan
+        own = tried[row].copy()
+        # a row of the same tokens says the same where nothing is wrong: it is no other row
+        is_same = [np.array_equal(d.tokens, e.datums[row].tokens) for d in e.datums]
+        tried[is_same] = np.nan
+        tried[row] = own
         doubtful = np.where(s[row] < np.log(MIN_SURE), tried, np.nan)
         best, by_chance = nearest_row(e, row, doubtful)
-        if best != row and explained(left[row], tried[best], token_tolerance(e)) >= MIN_SURE:
+        if best != row and explained(own, tried[best], tol) >= MIN_SURE:
             moved[row] = best
-            left[row] = tried[best]
+            at = np.flatnonzero(e.row == row)[:width]
+            left[at] = tried[best, : len(at)]
             chance += by_chance
-
-    def different(rows):
-        return len({e.datums[row].tokens.tobytes() for row in rows})
-
-    # by chance, some are taken twice
-    if chance >= np.log(MAX_CHANCE) or different(moved.values()) <= MIN_LIKELY * different(moved):
+    if chance >= np.log(MAX_CHANCE):
         return
-    of_groups = {(e.datums[a].group, e.datums[b].group) for a, b in moved.items()}
-    same_sample = all(e.datums[a].sample == e.datums[b].sample for a, b in moved.items())
-    whole = same_sample and all(a != b for a, b in of_groups) and len(of_groups) < len(moved)
-    pairs = ", ".join(f"{a} from {b}" for a, b in list(moved.items())[:3])
-    known = by_row(e, np.arange(len(e.row)), width)
-    flat = np.full(len(e.row), np.nan)
-    flat[known[np.isfinite(known)].astype(int)] = left[np.isfinite(known)]
-    cause = "wrong group" if whole else "rows permuted"
-    text = f"rows paired differently ({pairs})"
-    result = score_prediction(e, cause, flat, text, True, rows=len(moved))
+    pairs = [(e.datums[a], e.datums[b]) for a, b in moved.items()]
+    groups = {(a.group, b.group) for a, b in pairs}
+    is_whole = all(a.sample == b.sample and a.group != b.group for a, b in pairs)
+    cause = "wrong group" if is_whole and len(groups) < len(moved) else "rows permuted"
+    named = ", ".join(f"{a} from {b}" for a, b in list(moved.items())[:3])
+    text = f"rows paired differently ({named})"
+    result = score_prediction(e, cause, left, text, True)
     # what is longer than its source was filled up
     least = AMBIGUOUS_SCORE if len(moved) > MIN_LIKELY * len(off) else 0.0
     yield replace(result, score=max(result.score, least))
@@ -343,22 +324,17 @@ def one_factor(e: Evidence, places: Places) -> Iterator[CauseFinding]:
     if gone >= MIN_SURE and possible and is_set and len(within) >= MIN_LISTED_TOKENS:
         t = 1 / sharpness
         text = f"the sampler sampled at temperature {t:.2f}; scoring at {t:.2f} closes the gap"
-        numbers = {"temperature": t, "tokens": len(within), "places": len(places)}
-        yield CauseFinding("temperature", gone, text, numbers)
+        yield CauseFinding("temperature", gone, text)
 
 
-def missing_tokens(e: Evidence, tolerance: float) -> list[int]:
-    "The tokens that the sampler does not list, if just their probability is what it gives to all others at each place; else none."
-    missing = dict[int, float]()  # the highest probability of each
-    for listing in e.all_listings:
-        level = np.nanmean(np.where(listing.is_listed, listing.gap, np.nan))
-        absent = ~listing.is_listed & (listing.tokens != listing.sampled)
-        probabilities = np.exp(listing.trainer[absent])
-        if abs(-np.expm1(-level) - probabilities.sum()) > tolerance:
-            return []
-        for token, p in zip(listing.tokens[absent].tolist(), probabilities.tolist(), strict=True):
-            missing[token] = max(missing.get(token, 0.0), p)
-    return [token for token, p in missing.items() if p > tolerance]
+def forbidden_tokens(e: Evidence, tolerance: float) -> list[int]:
+    "The tokens that the sampler does not list at a place where the trainer finds them likelier than some that it lists, which a cut would have taken first."
+    forbidden = set[int]()
+    for x in e.all_listings:
+        least = x.trainer[x.is_listed].min(initial=np.inf) + tolerance
+        is_skipped = ~x.is_listed & (x.trainer > least) & (x.tokens != x.sampled)
+        forbidden |= {*x.tokens[is_skipped].tolist()}
+    return sorted(forbidden)
 
 
 MIN_BIASED_PLACES = 3  # where single tokens are off
@@ -398,7 +374,7 @@ def bias_or_penalty(e: Evidence) -> Iterator[CauseFinding]:
         text = f"beside others of the same place the sampler changes {numbers}, and no others"
     else:
         return
-    yield CauseFinding("bias or penalty", 1.0, text, {"places": off["place"].nunique()})
+    yield CauseFinding("bias or penalty", 1.0, text)
 
 
 def has_bias_of_its_own(table: Any, tolerance: float) -> bool:
@@ -416,17 +392,15 @@ def one_level(
 ) -> Iterator[CauseFinding]:
     "All tokens of a place are higher for the sampler by one number: by the mass that it has cut off, or forbidden."
     tol = max(token_tolerance(e), float(np.abs(within).max()))
-    # Hoeffding's bound for random signs of the places; and rounding moves a level less than its tokens
-    by_chance = np.sqrt(2 * np.log(2 / MAX_CHANCE) * (level**2).sum())
+    # rounding moves a level less than its tokens
     rounded = 2 * within.std() * np.sqrt(len(level) / len(within))
-    is_steady = level.sum() > by_chance and level.mean() > rounded
+    is_steady = chance_of_sum(level) <= MAX_CHANCE and level.mean() > rounded
     is_seen = any(lists_all(x, e) for x in e.all_listings)
     if not (is_seen or is_steady or level.max() > tol) or (level < -tol).any():
         return
-    numbers = {"places": len(level)}
-    if level.max() > tol and (missing := missing_tokens(e, tol)):
-        text = f"the sampler never lists token {' or '.join(map(str, missing))}, and gives just its probability to all others"
-        yield CauseFinding("bias or penalty", 1.0, text, numbers)
+    if level.max() > tol and (forbidden := forbidden_tokens(e, tol)):
+        text = f"the sampler leaves out token {' or '.join(map(str, forbidden))} and lists less likely ones"
+        yield CauseFinding("bias or penalty", 1.0, text)
         return
     if not is_seen and explained(e.gap, said_otherwise(e), token_tolerance(e)) >= MIN_SURE:
         text = "tokens of one place are higher for the sampler by one number, also when it scores them and nothing is cut: the trainer gives probability to others, such as ids that fill up a vocabulary"
@@ -435,22 +409,17 @@ def one_level(
         return
     if not may_be_cut(e, tol):
         text = "the sampler gives the tokens of one place more than a cut of less likely ones could: it forbids a likely one"
-        yield CauseFinding("bias or penalty", 1.0, text, numbers)
+        yield CauseFinding("bias or penalty", 1.0, text)
         return
-    below = excess(np.minimum(e.gap, 0), tol) / max(excess(e.gap, tol), 1e-12)
-    score = max(0.0, 1 - below)
-    if not (is_seen or is_steady or level.max() > finer_rounding(e).largest):
-        score *= AMBIGUOUS_SCORE
-    most = 1 - float(np.exp(-level.max()))
-    text = f"tokens of one place are higher for the sampler by one number, as if up to {most:.0%} were cut"
+    text = f"tokens of one place are higher for the sampler by one number, as if up to {-np.expm1(-level.max()):.0%} were cut"
+    score = max(0.0, 1 - excess(np.minimum(e.gap, 0), tol) / max(excess(e.gap, tol), 1e-12))
     if is_seen:
-        yield CauseFinding("top-p or top-k", score, text, numbers)
+        yield CauseFinding("top-p or top-k", score, text)
         return
     # nobody has seen which tokens are missing
-    score = min(score, MAX_UNLISTED_SCORE)
-    yield CauseFinding("top-p or top-k", score, text, numbers)
+    yield CauseFinding("top-p or top-k", min(score, MAX_UNLISTED_SCORE), text)
     text = f"{text}, or a likely token forbidden"
-    yield CauseFinding("bias or penalty", min(score, AMBIGUOUS_SCORE), text, numbers)
+    yield CauseFinding("bias or penalty", min(score, AMBIGUOUS_SCORE), text)
 
 
 def lists_all(x: Listing, e: Evidence) -> bool:
@@ -604,7 +573,7 @@ def sampled_otherwise(e: Evidence) -> Iterator[CauseFinding]:
         close.setdefault("bias or penalty", len(PENALTIES))
     del close[best]
     score = MAX_UNLISTED_SCORE if close else 1.0
-    yield CauseFinding(best, score, text, {"tokens": n, "nats": gain})
+    yield CauseFinding(best, score, text)
     for cause, strength in close.items():
         also = f"{text}; {law_in_words(cause, strength)} may explain it, too"
         yield CauseFinding(cause, AMBIGUOUS_SCORE, also)
@@ -619,38 +588,23 @@ def other_text(e: Evidence) -> Iterator[CauseFinding]:
     for side, (own, other, other_name) in sides.items():
         # what the side would have to say behind another prompt, with what it has learned since the step
         wanted = other + np.nan_to_num(e.flat(f"{side}, {AS_RECORDED}") - own)
-        left = {
-            name.partition(", ")[2]: wanted - e.flat(name)
-            for name in e.controls
-            if name.startswith(f"{side}, ") and not name.endswith(AS_RECORDED)
-        }
-        if not left:
-            continue
-        over = pd.DataFrame({name: np.abs(x) for name, x in left.items()}) - token_tolerance(e)
-        of_rows: Any = over.clip(lower=0).groupby(e.row).mean()
-        best = of_rows.dropna(how="all").idxmin(axis=1)  # each row may match another prompt
-        of_best = [np.where(e.row == row, left[name], np.nan) for row, name in best.items()]
-        remains = np.fmax.reduce(of_best, initial=np.nan)
-        text = f"{side} reading {' or '.join(dict.fromkeys(best))} says what the {other_name} said"
-        yield score_prediction(e, "BOS or template", remains, text)
+        for name in e.controls:
+            who, _, prompt = name.partition(", ")
+            if who == side and prompt and prompt != AS_RECORDED:
+                text = f"{side} reading {prompt} says what the {other_name} said"
+                yield score_prediction(e, "BOS or template", wanted - e.flat(name), text)
 
 
 def vocabulary(e: Evidence) -> Iterator[CauseFinding]:
-    "The trainer is more surprised by the sampler's tokens than a model that knows nothing."
+    "The trainer is more surprised by the sampler's tokens than a model that knows nothing, and these tokens have most of the gap."
     ids = e.provenance.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
-    known = np.isfinite(e.gap)
-    absurd = known & (e.p < -np.log(ids)) & (e.s > -np.log(ids))
-    share = excess(e.gap[absurd], 0.0) * absurd.sum() / max(excess(e.gap, 0.0) * known.sum(), 1e-12)
-    # an id with another meaning is absurd wherever it stands
-    of_these_ids = known & np.isin(e.token, e.token[absurd])
-    if absurd.sum() <= MIN_LIKELY * of_these_ids.sum():
-        share /= 2
+    absurd = np.isfinite(e.gap) & (e.p < -np.log(ids)) & (e.s > -np.log(ids))
+    share = np.abs(e.gap[absurd]).sum() / max(np.nansum(np.abs(e.gap)), 1e-12)
     if absurd.sum() >= MIN_TOKENS_OFF:
-        at = np.flatnonzero(absurd).tolist()
-        text = f"{len(at)} tokens are less likely than 1 in {ids} for the trainer, which is {share:.0%} of the gap"
+        text = f"{absurd.sum()} tokens are less likely than 1 in {ids} for the trainer, which is {share:.0%} of the gap"
         # another prompt surprises, too
         most = AMBIGUOUS_SCORE if "policy" in e.controls else GUESS_SCORE
-        yield CauseFinding("vocabulary", most * share, text, {"tokens": len(at)}, tuple(at))
+        yield CauseFinding("vocabulary", most * share, text, tuple(np.flatnonzero(absurd).tolist()))
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2232c9eb
 def contradiction(e: Evidence, series: np.ndarray) -> tuple[float, float]:  # nats
@@ -672,7 +626,7 @@ def repeated(e: Evidence) -> Iterator[CauseFinding]:
     if beyond(twice, finer_rounding(e)):
         share = NOISE_FACTOR * excess(twice, tol) / max(excess(e.gap, tol), 1e-12)
         text = f"scored twice, the same datums differ by up to {size(twice).largest:.2g} nats"
-        yield CauseFinding("dropout", min(1.0, share), text, {"twice": size(twice).largest})
+        yield CauseFinding("dropout", min(1.0, share), text)
     elif beyond(alone, rounding(e.provenance.trainer_dtype or "float32")):
         text = "rows scored alone say what the sampler says"
         yield score_prediction(e, "padding side", e.s - e.flat("policy alone"), text)
@@ -685,7 +639,7 @@ def self_contradiction(e: Evidence) -> Iterator[CauseFinding]:
     if "policy again" not in e.controls and contradiction(e, e.s)[1] <= allowed < other:
         text = f"the same token behind the same prefix differs by up to {other:.2g} nats for the trainer"
         cause = "dropout" if same > allowed else "padding side"
-        yield CauseFinding(cause, AMBIGUOUS_SCORE, text, {"largest": other})
+        yield CauseFinding(cause, AMBIGUOUS_SCORE, text)
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #878dc9b7
 def stale_weights(e: Evidence) -> Iterator[CauseFinding]:
@@ -698,24 +652,20 @@ def stale_weights(e: Evidence) -> Iterator[CauseFinding]:
     changed = excess(after - before, tol)  # by a sync
     # it may have learned since
     today = np.where(np.isfinite(e.flat("policy")), e.flat("policy"), e.p)
-    reference = reference_of(e)
-    if not e.provenance.untrained and np.isfinite(reference).any():
+    if not e.provenance.untrained:
         text = "the sampler says what the reference says"
-        finding = score_prediction(e, "stale weights", e.s - reference, text)
+        finding = score_prediction(e, "stale weights", e.s - reference_of(e), text)
         most = MAX_UNSYNCED_SCORE
         if "sampler synced" in e.controls and changed <= (1 - MIN_SURE) * there:
             most = AMBIGUOUS_SCORE
             text = "also after a sync: the weights do not arrive, or the trainer's forward pass differs from both"
             finding = replace(finding, text=f"{finding.text}; {text}")
         yield replace(finding, score=min(finding.score, most))
-    if changed > MIN_LIKELY * there:
-        text = "the sampler says it until a sync, and after it what the trainer says"
-        left = said_otherwise(e) + nearest_at(after, t, today) - today
-        yield score_prediction(e, "stale weights", left, text)
     if changed > (1 - MIN_SURE) * there:
-        moved = size(after - before).mean
-        text = f"a sync changes what the sampler says, by {moved:.2g} nats per token: it was behind"
-        yield CauseFinding("stale weights", MIN_LIKELY, text)
+        text = f"the sampler was behind, as a sync changes what it says by {size(after - before).mean:.2g} nats per token"
+        left = said_otherwise(e) + nearest_at(after, t, today) - today
+        finding = score_prediction(e, "stale weights", left, text)
+        yield replace(finding, score=max(finding.score, MIN_LIKELY))
     if explained(e.gap, nearest_at(before, t, today) - today, tol) >= MIN_SURE:
         yield from agrees_today(e)
     versions = {e.provenance.trainer_version, e.provenance.sampler_version} - {None}
@@ -761,22 +711,19 @@ def beside_surprise(values: np.ndarray, p: np.ndarray) -> np.ndarray:
 def follows_learning(
     left: np.ndarray, learned: np.ndarray, p: np.ndarray, row: np.ndarray
 ) -> float:
-    "The correlation of (K,) a gap with what the reference says less what the policy says, likelihoods apart; 0 where it may be chance, or is small and not in every row."
+    "The correlation of (K,) a gap with what the reference says less what the policy says, likelihoods apart; 0 where that may be chance, which a weak one must exclude more surely."
     known = np.isfinite(left) & np.isfinite(learned) & np.isfinite(p)
     # a part of what was learned is no larger than all of it
-    if known.sum() < MIN_ROWS or size(left[known]).mean > size(learned[known]).mean:
+    if known.sum() < 2 or size(left[known]).mean > size(learned[known]).mean:
         return 0.0
     gap, moved = (beside_surprise(x[known], p[known]) for x in (left, learned))
-    norm = math.sqrt(float((gap**2).sum() * (moved**2).sum()))
-    by_row: Any = pd.DataFrame({"gap": gap * moved}, index=row[known]).groupby(level=0).sum()
-    if not norm or len(by_row) < MIN_ROWS or not not_by_chance(by_row):
-        return 0.0
-    correlation = float((gap * moved).sum() / norm)
-    all_rows = (by_row["gap"] > 0).all() and 2.0 ** -len(by_row) <= MAX_FALSE_ALARM_RATE
-    return correlation if all_rows or correlation >= MIN_CORRELATION else 0.0
+    sums: Any = pd.Series(gap * moved).groupby(row[known]).sum()
+    of_rows = sums.to_numpy()
+    correlation = float(of_rows.sum() / np.sqrt((gap**2).sum() * (moved**2).sum()))
+    most = MAX_CHANCE if correlation >= MIN_CORRELATION else MAX_FALSE_ALARM_RATE
+    return correlation if chance_of_sum(of_rows) <= most else 0.0
 
 
-MIN_ROWS = 7  # of fewer, one in a hundred random signs agree
 MIN_CORRELATION = 0.5
 
 
@@ -810,28 +757,22 @@ def part_of_weights(e: Evidence) -> Iterator[CauseFinding]:
     "A gap that is left after a sync, or that the record has, follows what the policy has learned."
     if e.unmoved is not None or e.provenance.untrained:  # an experiment tells more
         return
-    tol = token_tolerance(e)
     is_synced = "sampler synced" in e.controls and e.provenance.trainer_temperature in (None, 1.0)
     policy = e.flat("policy") if is_synced else e.p
     left = e.flat("sampler synced") - policy if is_synced else e.gap
-    if excess(left, tol) <= (1 - MIN_SURE) * excess(e.gap, tol):
-        return
-    learned = reference_of(e) - policy
-    correlation = follows_learning(left, learned, policy, e.row)
-    if not correlation:
-        if is_synced and size(left).mean < size(learned).mean:
-            text = f"a gap of {size(left).mean:.2g} nats per token stays after a sync; the policy has learned more than that, so a part of it may be missing"
-            yield CauseFinding(PART_OF_WEIGHTS, GUESS_SCORE, text)
+    correlation = follows_learning(left, reference_of(e) - policy, policy, e.row)
+    tol = token_tolerance(e)
+    if not correlation or excess(left, tol) <= (1 - MIN_SURE) * excess(e.gap, tol):
         return
     text = f"it follows what the policy has learned since the reference (correlation {correlation:.2f})"
-    if not is_synced:
-        text = f"the gap is no noise: {text}; a sync would tell"
-        yield CauseFinding("stale weights", AMBIGUOUS_SCORE, text)
-        yield CauseFinding(PART_OF_WEIGHTS, MIN_LIKELY, text)
+    if is_synced:
+        text = f"a gap of {size(left).mean:.2g} nats per token stays after a sync, and {text}"
+        score = MAX_UNSYNCED_SCORE if correlation >= MIN_CORRELATION else AMBIGUOUS_SCORE
+        yield CauseFinding(PART_OF_WEIGHTS, score, text)
         return
-    text = f"a gap of {size(left).mean:.2g} nats per token stays after a sync, and {text}"
-    score = MAX_UNSYNCED_SCORE if correlation >= MIN_CORRELATION else AMBIGUOUS_SCORE
-    yield CauseFinding(PART_OF_WEIGHTS, score, text, {"correlation": correlation})
+    text = f"the gap is no noise: {text}; a sync would tell"
+    yield CauseFinding("stale weights", AMBIGUOUS_SCORE, text)
+    yield CauseFinding(PART_OF_WEIGHTS, MIN_LIKELY, text)
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #c51278cc
 # of other weights, or other decoding, that an experiment shows and no sync has proven
@@ -860,12 +801,6 @@ def noise_of_programs(e: Evidence) -> Rounding:
     return Rounding(max(coarser.mean, other.mean), max(coarser.largest, other.largest))
 
 
-def in_order(x: Listing, tolerance: float) -> bool:
-    "Whether both sides put the tokens of a place in the same order."
-    order = np.argsort(-x.sampler, kind="stable")[: x.is_listed.sum()]
-    return bool((np.diff(x.trainer[order]) <= tolerance).all())
-
-
 def decoding(e: Evidence) -> Iterator[CauseFinding]:
     "Completions that are sampled again have other numbers than the sampler scores them with."
     gaps = [c.reported - c.echo for c in e.completions if np.isfinite(c.echo).any()]
@@ -876,26 +811,17 @@ def decoding(e: Evidence) -> Iterator[CauseFinding]:
     text = f"{len(gaps)} completions sampled again differ by {mean:.2g} nats per token from what the sampler says when it scores them"
     # what was sampled with the reported odds is e^x times likelier by others at most e^-x of the time
     likelier = -float(np.nansum(np.concatenate(gaps)))
+    behind_prompts = [*e.listings, *(c.listings[0] for c in e.completions if c.listings)]
+    first_gaps = [x.gap[x.is_listed] for x in behind_prompts] + [gap[:1] for gap in gaps]
+    learned = follows_learning(e.gap, reference_of(e) - e.p, e.p, e.row)
     if likelier > MIN_GAIN:
         text = f"{text}, and fit those scores better, by {likelier:.0f} nats: it does not sample from what it reports"
         yield CauseFinding(NONE, MAX_UNSYNCED_SCORE, text)
-        return
-    behind_prompts = [*e.listings, *(c.listings[0] for c in e.completions if c.listings)]
-    first_gaps = [x.gap[x.is_listed] for x in behind_prompts] + [gap[:1] for gap in gaps]
-    firsts = sum(beyond(gap, allowed) for gap in first_gaps)
-    learned = reference_of(e) - e.p
-    correlation = follows_learning(e.gap, learned, e.p, e.row)
-    if not firsts:
+    elif not any(beyond(gap, allowed) for gap in first_gaps):
         yield CauseFinding("decoding", MAX_UNSYNCED_SCORE, f"{text}, and none in its first token")
-    elif correlation and not all(beyond(gap, allowed) for gap in gaps):
-        servers = f"but not all of them do: one of several servers has older weights, as the gap follows what the policy has learned (correlation {correlation:.2f})"
+    elif not all(beyond(gap, allowed) for gap in gaps) and learned:
+        servers = f"but not all of them do: one of several servers has older weights, as the gap follows what the policy has learned (correlation {learned:.2f})"
         yield CauseFinding("stale weights", MAX_UNSYNCED_SCORE, f"{text}, {servers}")
-    elif correlation:
-        cache = f"as with a cache of older weights: the gap follows what the policy has learned (correlation {correlation:.2f})"
-        yield CauseFinding("decoding", MAX_UNSYNCED_SCORE, f"{text}, {cache}")
-    elif all(in_order(x, allowed.largest) for x in behind_prompts) and behind_prompts:
-        reports = "it has the likeliest tokens in the right order, and reports other odds, or those of another token"
-        yield CauseFinding(NONE, AMBIGUOUS_SCORE, f"{text}: {reports}")
     else:
         text = f"{text}, from the first token on"
         reads = "when it samples, it reads another prompt, or changes the odds"
@@ -972,17 +898,23 @@ def no_mismatch(e: Evidence) -> Iterator[CauseFinding]:
     "Every difference is within the tolerance."
     if differs(e) or not np.isfinite(e.gap).all():
         return
-    text = f"{(np.abs(e.gap) > token_tolerance(e)).mean():.0%} of the tokens differ by more than {token_tolerance(e):.1g} nats"
+    gap = size(e.gap)
+    tol = token_tolerance(e)
+    text = f"{(np.abs(e.gap) > tol).mean():.0%} of the tokens differ by more than {tol:.1g} nats"
+    few = int((np.abs(e.gap) > finer_rounding(e).largest).sum())
+    again = min(size(x).mean for x in repetitions(e))
+    doubt = ""
+    if few:
+        doubt = f", {few} of them by up to {gap.largest:.2g}, which are too few to tell"
+    elif in_half_precision(e) and gap.mean > NOISE_FACTOR * again > 0:
+        doubt = f", on average by {gap.mean:.2g}, {gap.mean / again:.0f} times what one side repeats its numbers to"
     if e.provenance.raw:
         text += (
             "; raw logprobs: whether the settings cut or penalise as they should is not looked at"
         )
-    few = int((np.abs(e.gap) > finer_rounding(e).largest).sum())
-    if few:
-        text += f", {few} of them by up to {size(e.gap).largest:.2g}, which are too few to tell"
     n = int(sum(r.counts.sum() for r in e.resamples))
-    text += f"; {n} tokens sampled again fit the reported probabilities" if n else ""
-    yield CauseFinding(NO_MISMATCH, MAX_UNSYNCED_SCORE if few else 1.0, text)
+    fits = f"; {n} tokens sampled again fit the reported probabilities" if n else ""
+    yield CauseFinding(NO_MISMATCH, MAX_UNSYNCED_SCORE if doubt else 1.0, text + doubt + fits)
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #21271170
 Sign = Callable[[Evidence], Iterable[CauseFinding]]

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -75,8 +75,7 @@ __all__ = ['Diagnosis', 'diagnose']
 _SEEN = 0.005  # a score below which a finding is folded
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #630e634c
-@dataclass(frozen=True)
-class TokenGap:
+class TokenGap(NamedTuple):
     "One token that shows the finding."
 
     group: int
@@ -100,8 +99,8 @@ def shown_tokens(e: Evidence, positions: Sequence[int], limit: int = 5) -> tuple
             e.datums[e.row[k]].sample,
             int(e.target[k]),
             int(e.token[k]),
-            float(e.p[k]),
-            float(e.s[k]),
+            round(float(e.p[k]), 4),
+            round(float(e.s[k]), 4),
         )
         for k in list(positions)[:limit]
     )
@@ -114,7 +113,6 @@ class Diagnosis:
     cause: str  # a key of CAUSES
     score: float  # 0 to 1
     text: str  # what was found
-    numbers: Mapping[str, float]
     tokens: tuple[TokenGap, ...]  # that show it
     fix: str
     findings: tuple[CauseFinding, ...]  # of all causes, best first
@@ -180,12 +178,9 @@ class Diagnosis:
             f"  {score:.2f}  {cause:<24} {text}" for cause, score, text in finding_rows(self)
         ]
         findings += [f"  excluded: {', '.join(cause for cause, *_ in finding_rows(self, False))}"]
-        place = "  group {}, sample {}, target {} (token {}): {} / {}".format
-        tokens = (
-            ["trainer / sampler:", *(place(*row) for row in token_rows(self))]
-            if self.tokens
-            else []
-        )
+        place = "  group {}, sample {}, target {} (token {}): {:.4f} / {:.4f}".format
+        tokens = ["trainer / sampler:"] if self.tokens else []
+        tokens += [place(*token) for token in self.tokens]
         return "\n".join([self.sentence, measured_words(self), *findings, *tokens])
 
     def _repr_html_(self) -> str:
@@ -212,20 +207,9 @@ def finding_rows(d: Diagnosis, seen: bool = True) -> list[list[Any]]:
     return [[f.cause, round(float(f.score), 2), f.text] for f in wanted]
 
 
-def token_rows(d: Diagnosis) -> list[list[Any]]:
-    "Tokens as table rows."
-    return [
-        [t.group, t.sample, t.target, t.token, f"{t.trainer:.4f}", f"{t.sampler:.4f}"]
-        for t in d.tokens
-    ]
-
-
-TOKEN_COLUMNS = ("group", "sample", "target", "token", "trainer", "sampler")
-
-
 def diagnosis_html(d: Diagnosis) -> str:
     "A diagnosis as HTML, everything escaped."
-    tokens = html_table(TOKEN_COLUMNS, token_rows(d)) if d.tokens else ""
+    tokens = html_table(TokenGap._fields, d.tokens) if d.tokens else ""
     columns = ("cause", "score", "finding")
     rest = html_table(columns, finding_rows(d, False))
     folded = f"<details><summary>Excluded</summary>{rest}</details>"
@@ -287,7 +271,6 @@ def rank_causes(e: Evidence) -> Diagnosis:
         cause=best.cause,
         score=best.score if is_tested else min(best.score, MAX_UNTESTED_SCORE),
         text=best.text,
-        numbers=best.numbers,
         tokens=shown_tokens(e, best.positions),
         fix=words_for(e.provenance.sources)(CAUSES[best.cause].fix),
         findings=(best, *others),
@@ -433,28 +416,28 @@ async def run_parts(
     if save is None:
         return e
     tokens = e.datums[worst_datums(e, datum_indices)[0]].tokens
-    parts = dict[str, dict[str, None]]()  # the names of their weights
+    names = dict[str, None]()
 
     def note(name: str, weight: Any) -> Any:
-        for part in parts_with(name):
-            parts.setdefault(part, {})[name] = None
+        names.setdefault(name)
         return weight
 
     async def score_with(change: Callable[[str, Any], Any]) -> np.ndarray:
         await backend.sync(await save("doctor", change))
         return (await backend.sampler.logprobs(tokens)).values
 
-    unmoved = list[str]()
+    unmoved = dict[str, set[str]]()  # the names of their weights
     try:
         plain = await score_with(note)
         noise = np.abs(await score_with(note) - plain)
-        # a part of many weights first
-        order = sorted(parts, key=lambda part: -len(parts[part]))
-        for part in order[:most]:
-            if not any(parts[part].keys() & parts[other].keys() for other in unmoved):
-                moved = np.abs(await score_with(partial(change_weight, parts[part])) - plain)
+        # all of one name before those of a layer
+        parts = [*dict.fromkeys(part for kind in zip(*map(parts_with, names)) for part in kind)]
+        for part in parts[:most]:
+            inside = {name for name in names if part in parts_with(name)}
+            if not any(inside & other for other in unmoved.values()):
+                moved = np.abs(await score_with(partial(change_weight, inside)) - plain)
                 if (moved <= NOISE_FACTOR * noise.max()).all():
-                    unmoved.append(part)
+                    unmoved[part] = inside
     finally:
         await backend.sync(await backend.policy.save_weights_for_sampler("doctor"))
     return replace(e, unmoved=tuple(unmoved) if unmoved or len(parts) <= most else None)
@@ -648,57 +631,32 @@ def contexts(d: Datum, backend: Backend) -> dict[str, Datum]:
     return {name: behind(d, prompt) for prompt, name in new.items()}
 
 
-async def score_contexts(
-    e: Evidence, backend: Backend, jobs: Sequence[tuple[str, int, Datum]]
-) -> Evidence:
-    """Score datums behind other prompts: (name of the prompt, row, datum).
+async def run_context(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
+    """Score the datum with the largest gap behind other prompts, those that templates and what handles them may make.
 
     The policy scores, and the sampler where it echoes other numbers and the trainer's temperature is 1. Of an untrained policy that has learned
-    since, the reference has the weights: it scores for both sides.
-    """
+    since, the reference has the weights: it scores for both sides."""
+    [row] = worst_datums(e, datum_indices)[:1]
+    prompts = {AS_RECORDED: e.datums[row], **contexts(e.datums[row], backend)}
+    behind_them = [*prompts.values()]
     learned = e.provenance.untrained and beyond(e.flat("policy") - e.p, finer_rounding(e))
     before = backend.reference if learned else None
-    scored = {"policy": await (before or backend.policy).forward([d for *_, d in jobs])}
+    scored = {"policy": await (before or backend.policy).forward(behind_them)}
     at_one = e.provenance.trainer_temperature in (None, 1.0)
     today = e.flat("sampler") - e.flat("policy")
     agree = at_one and np.isfinite(today).any() and not beyond(today, finer_rounding(e))
     if before or agree:
         scored["sampler"] = scored["policy"]
     elif "echo" not in e.failed and at_one:  # an echo is at temperature 1
-        scored["sampler"] = await echo_all(backend, [d.tokens for *_, d in jobs])
+        scored["sampler"] = await echo_all(backend, [d.tokens for d in behind_them])
     controls = dict(e.controls)
     for side, logprobs in scored.items():
-        for (name, i, datum), scores in zip(jobs, logprobs, strict=True):
-            values = np.full(len(e.datums[i].weights), np.nan)
-            values[e.datums[i].active] = scores.values[datum.active]
-            series = list(controls.get(f"{side}, {name}", (None,) * len(e.datums)))
-            series[i] = values
+        for (name, datum), scores in zip(prompts.items(), logprobs, strict=True):
+            values = np.full(len(e.datums[row].weights), np.nan)
+            values[e.datums[row].active] = scores.values[datum.active]
+            series = [values if i == row else None for i in range(len(e.datums))]
             controls[f"{side}, {name}"] = tuple(series)
     return replace(e, controls=controls)
-
-
-def nearest_prompts(e: Evidence, most: int = 2) -> set[str]:
-    "The prompts behind which a side comes nearest to what the other one said."
-    nearest = set[str]()
-    for side, other in (("policy", e.s), ("sampler", e.p)):
-        names = [n for n in e.controls if n.startswith(f"{side}, ") and not n.endswith(AS_RECORDED)]
-        left = {n: size(e.flat(n) - other).mean for n in names}
-        nearest |= {n.partition(", ")[2] for n in sorted(left, key=lambda n: left[n])[:most]}
-    return nearest
-
-
-async def run_context(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
-    "Score the datum with the largest gap behind other prompts, those that templates and what handles them may make, and two more behind the nearest."
-    first, *others = worst_datums(e, datum_indices)[:3]
-    tried = contexts(e.datums[first], backend)
-    jobs = [(name, first, datum) for name, datum in tried.items()]
-    e = await score_contexts(e, backend, [(AS_RECORDED, first, e.datums[first]), *jobs])
-    nearest = nearest_prompts(e)
-    jobs = [(AS_RECORDED, i, e.datums[i]) for i in others]
-    for i in others:
-        tried = contexts(e.datums[i], backend)
-        jobs += [(name, i, datum) for name, datum in tried.items() if name in nearest]
-    return await score_contexts(e, backend, jobs) if jobs else e
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #f4c13aa3
 def always_same_token(resamples: Sequence[Resample]) -> bool:

@@ -5,11 +5,12 @@
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #2a08e4ae
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, wraps
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -188,19 +189,7 @@ class FreshCompletion:
     listings: tuple[Listing, ...] = ()  # one per token; empty = not known
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #530889c2
-Value = TypeVar("Value")
-
-
-def computed_once(compute: Callable[[Evidence], Value]) -> Callable[[Evidence], Value]:
-    "A function of the evidence whose value is kept in it, as evidence does not change."
-
-    @wraps(compute)
-    def kept(e: Evidence) -> Value:
-        if compute.__name__ not in e.__dict__:
-            e.__dict__[compute.__name__] = compute(e)
-        return e.__dict__[compute.__name__]
-
-    return kept
+RECENT = 8  # pieces of evidence whose values are kept, as evidence does not change
 
 
 def noise_floor(e: Evidence) -> float | None:
@@ -271,7 +260,7 @@ def rounding_here(e: Evidence, dtype: str) -> Rounding:
     return Rounding(mean, largest)
 
 
-@computed_once
+@lru_cache(RECENT)
 def roundings_here(e: Evidence) -> list[Rounding]:
     "What rounding explains of the two precisions, the finer first; of float32 where none is stated."
     dtypes = [d for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d]
@@ -301,7 +290,16 @@ def token_tolerance(e: Evidence) -> float:
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #1889ac7e
 # probability that chance alone looks like a fault
 MAX_FALSE_ALARM_RATE = 1e-4
+MAX_CHANCE_OF_DIRECTION = 2e-5  # of rounding, whose errors are not quite independent
 MIN_DIRECTION = 0.25  # share of the largest sum that there could be
+
+
+def chance_of_sum(terms: np.ndarray) -> float:
+    "At most how often a sum is as large if its terms have random signs: 3.18 times as often as a normal one (Bentkus and Dzindzalieta, 2015)."
+    deviation = math.sqrt(float((terms**2).sum()))
+    return 1.59 * math.erfc(float(terms.sum()) / deviation / math.sqrt(2)) if deviation else 1.0
+
+
 MIN_TOKENS_OFF = 3  # tokens beyond the tolerance that a prediction needs to be scored
 
 
@@ -314,7 +312,7 @@ def said_before(e: Evidence) -> np.ndarray:
     return np.concatenate(parts).astype(float)
 
 
-@computed_once
+@lru_cache(RECENT)
 def direction(e: Evidence) -> str:
     "What the gap follows though it may be as large as rounding, in words; empty = nothing."
     once = np.isfinite(e.gap) & ~pd.Series(e.prefix_hashes(False)).duplicated().to_numpy()
@@ -335,13 +333,15 @@ def direction(e: Evidence) -> str:
     # a token that is as likely elsewhere, to a quarter of what a logit is off by, is rounded alike
     unit = UNIT_ROUNDOFF["bfloat16"] * logit_scale(e)
     alike = [e.token[once], np.round(4 * e.p[once] / unit)]
-    bound = np.sqrt(2 * np.log(2 * len(followed) / MAX_FALSE_ALARM_RATE))  # Hoeffding's
     for words, by in followed.items():
         by = by[once]
         by = by if np.ptp(by) == 0 else by - by.mean()
-        parts: Any = pd.Series(errors * by).groupby(alike).mean()
-        strength = abs(parts.sum()) / max(float(np.sqrt((parts**2).sum())), 1e-300)
-        if strength > max(bound, MIN_DIRECTION * np.sqrt(len(parts))):
+        means: Any = pd.Series(errors * by).groupby(alike).mean()
+        terms = means.to_numpy()
+        terms = terms if terms.sum() > 0 else -terms
+        least = MIN_DIRECTION * np.sqrt(len(terms) * (terms**2).sum())
+        by_chance = 2 * len(followed) * chance_of_sum(terms)
+        if terms.sum() > least and by_chance <= MAX_CHANCE_OF_DIRECTION:
             return words
     return ""
 
@@ -352,7 +352,7 @@ def in_half_precision(e: Evidence) -> bool:
     return bool(dtypes) and dtypes <= {*HALF_PRECISION}
 
 
-@computed_once
+@lru_cache(RECENT)
 def differs(e: Evidence) -> bool:
     "Whether trainer and sampler differ by more than rounding, or, in 16 bits, in a direction; there a few tokens may be off by any size."
     allowed = finer_rounding(e)
@@ -384,7 +384,6 @@ class CauseFinding:
     cause: str  # a key of FIXES
     score: float  # 0 to 1: share of the gap that it explains, or how sure a sign without a prediction is
     text: str  # in a few words
-    numbers: Mapping[str, float] = field(default_factory=dict)
     positions: tuple[int, ...] = ()  # compared positions that show it; empty = the largest gaps
     is_counted: bool = False  # in the record, so that no experiment would change it
 
@@ -397,7 +396,7 @@ GUESS_SCORE = 0.3  # nothing speaks against it
 
 
 def score_prediction(
-    e: Evidence, cause: str, left: np.ndarray, text: str, noisy: bool = False, **numbers: float
+    e: Evidence, cause: str, left: np.ndarray, text: str, noisy: bool = False
 ) -> CauseFinding:
     "The score of a prediction that leaves `left` of the gap, (K,), NaN = it says nothing of a token; `noisy` = it may leave noise."
     off = np.isfinite(left) & (np.abs(e.gap) > token_tolerance(e))
@@ -409,7 +408,7 @@ def score_prediction(
     most = Rounding(max(allowed.mean, 2 * since.mean), max(allowed.largest, 2 * since.largest))
     right = gone >= MIN_SURE and (noisy or not beyond(left, most))
     return CauseFinding(
-        cause, gone if right else gone / 2, f"{text}: {gone:.0%} of the gap is gone", numbers
+        cause, gone if right else gone / 2, f"{text}: {gone:.0%} of the gap is gone"
     )
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #fb8081f7
@@ -641,9 +640,7 @@ def pooled(parts: Sequence[Evidence]) -> Evidence | None:
     )
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #0de635f5
-# probability of naming a pattern where there is none, and how many random signs are tried
-MAX_CHANCE = 0.01
-SIGN_TRIALS = 4999
+MAX_CHANCE = 0.01  # of naming a pattern where there is none
 LOCATIONS = {  # what a gap may follow: its words, and what to look at
     "depth": (
         "grows with depth",
@@ -694,17 +691,6 @@ def patterns(
 def within_rows(table: Any) -> Any:
     "The values of a data frame less the mean of their sequence, which is the index."
     return table - table.groupby(level=0).transform("mean")
-
-
-def not_by_chance(scores: pd.DataFrame) -> list[str]:
-    "The columns with a larger sum than random signs of the sequences, the rows, give it."
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], (SIGN_TRIALS, len(scores)))
-    as_large = 1 + (signs @ scores.to_numpy() >= scores.sum().to_numpy() - 1e-9).sum(axis=0)
-    return [
-        n
-        for n, count in zip(scores, as_large, strict=True)
-        if len(as_large) * count <= MAX_CHANCE * (1 + SIGN_TRIALS)
-    ]
 
 
 def parts_of_rows(
@@ -769,25 +755,23 @@ def localize_mismatch(e: Evidence, tokenizer: Any = None) -> str:
     tried = [name for name in followed if np.ptp(ranks[name]) > 1e-9]
     scores = ranks.mul(ranks["gap"], axis=0).groupby(level=0).sum()
     scores = scores.loc[scores["gap"] > 1e-9, tried]
-    if len(tried) * 2.0 ** -len(scores) > MAX_CHANCE:
+    most = MAX_CHANCE / max(len(tried), 1)
+    if chance_of_sum(np.ones(len(scores))) > most:
         return f"{len(scores)} different sequences are too few to tell what the gap follows"
-    if not (sure := not_by_chance(scores)):
+    sure = [name for name in tried if chance_of_sum(scores[name].to_numpy()) <= most]
+    if not sure:
         return "the gap follows neither depth nor turn nor a class of tokens by more than chance"
     plain = within_rows(table)
     best = max(sure, key=lambda name: correlation(plain[name].to_numpy(), plain["gap"].to_numpy()))
     (words, cause) = LOCATIONS[best]
     by = followed[best]
-    there = by if by.dtype == bool else by > np.nanmedian(by)
-    inside = size(e.gap[there]).mean
-    outside = size(e.gap[~there]).mean
-    sides = ("in one half", "in the other")
-    alone = by.dtype != bool or outside <= allowed.mean
-    if by.dtype == bool:
-        words = f"{'is' if alone else 'is largest'} at {words}"
-        sides = ("there", "elsewhere")
-    sizes = f"{short(inside)} nats per token {sides[0]}, {short(outside)} {sides[1]}"
-    sentence = f"the gap {words}: {sizes} (p < {MAX_CHANCE:g}, {len(scores)} sequences)"
-    return f"{sentence}. Look at {cause}" if alone else sentence
+    is_class = by.dtype == bool
+    there = by if is_class else by > np.nanmedian(by)
+    sides = ("there", "elsewhere") if is_class else ("in one half", "in the other")
+    sizes = f"{short(size(e.gap[there]).mean)} nats per token {sides[0]}, {short(size(e.gap[~there]).mean)} {sides[1]}"
+    where = f"is largest at {words}" if is_class else words
+    sentence = f"the gap {where}: {sizes} (p < {MAX_CHANCE:g}, {len(scores)} sequences)"
+    return sentence if is_class else f"{sentence}. Look at {cause}"
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #9c799fff
 def mismatch(e: Evidence | None, tokenizer: Any = None, most: int = 6) -> dict[str, Any]:
