@@ -196,7 +196,7 @@ def test_a_planted_shift_is_detected(shift: int, seed: int, size: int, noise: fl
 def test_the_verdict_is_the_doctors():
     record = synthetic_record(1)
     result = Diagnosis(
-        "dropout", 0.95, "scored twice, it differs", {}, (), "Call eval.", (), controls=("policy",)
+        "dropout", 0.95, "scored twice, it differs", (), "Call eval.", (), controls=("policy",)
     )
     assert verdict(record, diagnosis=result)["text"] == "Dropout: scored twice, it differs"
     assert verdict(record, diagnosis=result)["more"].endswith("Call eval.")
