@@ -734,6 +734,15 @@ def left_after_sync(e: Evidence) -> np.ndarray:
     return nearest_at(synced, e.provenance.trainer_temperature or 1.0, policy) - policy
 
 
+def moved_by_sync(e: Evidence) -> Iterator[CauseFinding]:
+    "A gap that may be rounding of 16 bits: a sync changes what the sampler says by several times what both sides repeat theirs to."
+    moved = size(e.flat("sampler synced") - e.flat("sampler")).mean
+    noise = max(size(said_otherwise(e)).mean, size(left_after_sync(e)).mean)
+    if not differs(e) and moved > NOISE_FACTOR * noise > 0:
+        text = f"a sync changes what the sampler says by {moved:.2g} nats per token, {moved / noise:.0f} times what both sides repeat theirs to: it was behind"
+        yield CauseFinding("stale weights", MAX_UNSYNCED_SCORE, text)
+
+
 def unmoved_weights(e: Evidence) -> Iterator[CauseFinding]:
     "The sampler's numbers stay the same when a part of the weights is changed in what is synced."
     if not e.unmoved:
@@ -907,7 +916,7 @@ def no_mismatch(e: Evidence) -> Iterator[CauseFinding]:
     if few:
         doubt = f", {few} of them by up to {gap.largest:.2g}, which are too few to tell"
     elif in_half_precision(e) and gap.mean > NOISE_FACTOR * again > 0:
-        doubt = f", on average by {gap.mean:.2g}, {gap.mean / again:.0f} times what one side repeats its numbers to"
+        doubt = f", on average by {gap.mean:.2g}, in which a fault as small may hide: one side repeats its numbers to {again:.1g}"
     if e.provenance.raw:
         text += (
             "; raw logprobs: whether the settings cut or penalise as they should is not looked at"
@@ -1016,6 +1025,7 @@ KNOWN_CAUSES = (
         "sync; the reference; recorded versions",
         "Sync the sampler after every update; if it lags on purpose, tis='token' or anchor='rollout'.",
         signs=(stale_weights, part_of_weights),
+        signs_without_gap=(moved_by_sync,),
         to_decide="sync, sample a new step, and diagnose that one",
     ),
     KnownCause(

@@ -744,9 +744,7 @@ def may_change(name: str, e: Evidence) -> bool:
     coarse = e.provenance.trainer_dtype in HALF_PRECISION and e.provenance.sampler_dtype is None
     is_settled = d.score >= CONCLUSIVE_SCORE and d.cause != NONE and not d.undecided
     is_settled |= bool(e.listings) and d.cause in LISTED_CAUSES and d.score >= MAX_UNTESTED_SCORE
-    if name == "rescore":
-        return True
-    if is_settled and not coarse:
+    if is_settled and not coarse and name != "rescore":
         return name == "resample" and d.ok
     if name == "resample":  # of numbers that differ it tells only whether the sampler's are odds
         return not differs(e) or "stale weights" in (d.cause, *d.undecided)
@@ -765,8 +763,10 @@ def may_change(name: str, e: Evidence) -> bool:
         stays = closed < (MIN_LIKELY if is_noisy else MIN_SURE)
         suspects = (NONE, PART_OF_WEIGHTS, "stale weights")
         return "echo" not in e.failed and stays and d.cause in suspects
+    if name != "context":
+        return True
     by_experiment = ("decoding", PART_OF_WEIGHTS)
-    return name != "context" or d.cause not in by_experiment or d.score < MAX_UNSYNCED_SCORE
+    return differs(e) and (d.cause not in by_experiment or d.score < MAX_UNSYNCED_SCORE)
 
 
 def datums_for_controls(e: Evidence, limit: int) -> list[int]:
