@@ -486,68 +486,98 @@ def fit_biases(resamples: Sequence[Resample], half: int) -> dict[int, float]:
     return biases.to_dict()
 
 
-def gains(
-    r: Resample, half: int, tol: float, is_repeated: np.ndarray, biases: Mapping[int, float]
-) -> dict[str, np.ndarray]:
-    "Nats by which the counts of a half are likelier than claimed, for each strength of each law; `is_repeated` is (H,)."
-    named = r.counts[1 - half] > 0
-    claimed = r.claimed[named]
-    counts = r.counts[half][named]
-    rest = int(r.counts[half][~named].sum())
-    other = max(-float(np.expm1(np.logaddexp.reduce(claimed))), 1e-9)
+@dataclass(frozen=True, eq=False)
+class CountedTokens:
+    "How often one half of the samples of a place has each token that came in the other half, and all other tokens together."
+
+    tokens: np.ndarray  # (H,) ids
+    claimed: np.ndarray  # (H,) nats, as the sampler reports them
+    counts: np.ndarray  # (H,)
+    others: float  # nats that are left for all other tokens
+    others_count: int
+    claim: float  # nats, the likelihood of these counts as the sampler reports the odds
+
+    def gain(self, named: np.ndarray, others: np.ndarray) -> np.ndarray:
+        "(S,) nats by which the counts are likelier with other weights: of the named tokens (S, H), and of all others (S,)."
+        total = np.logaddexp(np.logaddexp.reduce(named, axis=1), others)
+        chosen = named @ self.counts + self.others_count * others
+        return chosen - (self.counts.sum() + self.others_count) * total - self.claim
+
+
+def count_tokens(r: Resample, half: int, tol: float) -> CountedTokens:
+    "The counts of a half, of the tokens that came in the other one."
+    came = r.counts[1 - half] > 0
+    claimed = r.claimed[came]
+    counts = r.counts[half][came]
+    others_count = int(r.counts[half][~came].sum())
+    left = max(-float(np.expm1(np.logaddexp.reduce(claimed))), 1e-9)
     # what rounding took from the others is theirs
-    claim = counts @ claimed + rest * np.log(other + tol)
+    claim = float(counts @ claimed + others_count * np.log(left + tol))
+    return CountedTokens(r.tokens[came], claimed, counts, math.log(left), others_count, claim)
 
-    def gain(named_weights: np.ndarray, other_weights: np.ndarray) -> np.ndarray:  # (S, H), (S,)
-        total = np.logaddexp(np.logaddexp.reduce(named_weights, axis=1), other_weights)
-        chosen = named_weights @ counts + rest * other_weights
-        return chosen - (counts.sum() + rest) * total - claim
 
+def temperature_gains(c: CountedTokens) -> np.ndarray:
+    "(S,) nats: the gain of each temperature, for each number of tokens that the others may be."
     sharpness = np.tile(INVERSE_TEMPERATURES, len(RIVALS))
-    of_rivals = INVERSE_TEMPERATURES * np.log(other) + (1 - INVERSE_TEMPERATURES) * np.log(RIVALS)
-    own_bias = np.array([biases.get(token, 0.0) for token in r.tokens[named].tolist()])
-    biased = np.vstack([PENALTIES[:, None] * is_repeated[named], own_bias])
+    others = INVERSE_TEMPERATURES * c.others + (1 - INVERSE_TEMPERATURES) * np.log(RIVALS)
+    return c.gain(sharpness[:, None] * c.claimed, others.ravel())
+
+
+def cut_gains(c: CountedTokens) -> np.ndarray:
+    "(S,) nats: the gain where less is left for the others."
+    return c.gain(c.claimed[None], np.log(KEPT_OF_OTHERS) + c.others)
+
+
+def bias_gains(
+    c: CountedTokens, is_repeated: np.ndarray, biases: Mapping[int, float]
+) -> np.ndarray:
+    "(S,) nats: the gain where tokens that were said before, (H,) bool, are changed by each penalty, and, last, where each token has a bias of its own."
+    own = np.array([biases.get(token, 0.0) for token in c.tokens.tolist()])
+    changes = np.vstack([PENALTIES[:, None] * is_repeated, own])
+    return c.gain(c.claimed + changes, np.full(len(changes), c.others))
+
+
+def other_odds_gains(c: CountedTokens, tol: float) -> np.ndarray:
+    "(S,) nats: the gain of any other odds, with a Dirichlet law around what is claimed."
     # a claim may be a mark such as -9999
-    prior = (
-        DIRICHLET_CONCENTRATIONS[:, None] * np.r_[np.maximum(np.exp(claimed), 1e-300), other + tol]
-    )
-    seen = np.r_[counts, rest]
+    odds = np.r_[np.maximum(np.exp(c.claimed), 1e-300), math.exp(c.others) + tol]
+    prior = DIRICHLET_CONCENTRATIONS[:, None] * odds
+    seen = np.r_[c.counts, c.others_count]
     total = prior.sum(axis=1)
-    other_odds = (
-        log_gamma(total)
-        - log_gamma(total + seen.sum())
-        + (log_gamma(prior + seen) - log_gamma(prior)).sum(axis=1)
-    )
-    return {
-        "temperature": gain(sharpness[:, None] * claimed, of_rivals.ravel()),
-        "top-p or top-k": gain(claimed[None], np.log(KEPT_OF_OTHERS * other)),
-        "bias or penalty": gain(claimed + biased, np.full(len(biased), np.log(other))),
-        NONE: other_odds - claim,
-    }
+    tokens = (log_gamma(prior + seen) - log_gamma(prior)).sum(axis=1)
+    return log_gamma(total) - log_gamma(total + seen.sum()) + tokens - c.claim
 
 
 def resample_gains(e: Evidence) -> dict[str, tuple[float, int]]:
     "For each law the nats by which it is likelier than what is claimed, and the best of its strengths."
     tol = token_tolerance(e)
-    heads = [e.datums[e.row[r.at]].tokens[: e.target[r.at] + 1] for r in e.resamples]
-    by_half = list[dict[str, Any]]()
+    halves = dict[str, list[Any]]()  # of each law, (S,) of either half of the samples
     for half in (0, 1) if e.resamples else ():
         biases = fit_biases(e.resamples, 1 - half)
-        of_places = [
-            gains(r, half, tol, np.isin(r.tokens, head), biases)
-            for r, head in zip(e.resamples, heads, strict=True)
-        ]
-        by_half.append({cause: sum(place[cause] for place in of_places) for cause in of_places[0]})
-    gains_by_cause = dict[str, tuple[float, int]]()
-    for cause in by_half[0] if by_half else ():
-        halves = np.array([half[cause] for half in by_half])
-        mean = np.logaddexp.reduce(halves, axis=None) - np.log(halves.size)
-        gains_by_cause[cause] = float(mean), int(halves.sum(axis=0).argmax())
-    return gains_by_cause
+        gains = dict[str, Any]()
+        for r in e.resamples:
+            c = count_tokens(r, half, tol)
+            head = e.datums[e.row[r.at]].tokens[: e.target[r.at] + 1]
+            of_place = {
+                "temperature": temperature_gains(c),
+                "top-p or top-k": cut_gains(c),
+                "bias or penalty": bias_gains(c, np.isin(c.tokens, head), biases),
+                NONE: other_odds_gains(c, tol),
+            }
+            gains = {law: gains.get(law, 0.0) + gain for law, gain in of_place.items()}
+        for law, gain in gains.items():
+            halves.setdefault(law, []).append(gain)
+    means = {
+        law: np.logaddexp.reduce(both, axis=None) - np.log(np.size(both))
+        for law, both in halves.items()
+    }
+    return {
+        law: (float(means[law]), int(np.sum(both, axis=0).argmax())) for law, both in halves.items()
+    }
 
 
 def law_in_words(cause: str, strength: int) -> str:
-    "A law of `gains`, with the strength at this place of its list."
+    "A law of `resample_gains`, with the strength at this place of its list."
     if cause == "temperature":
         return f"temperature {1 / INVERSE_TEMPERATURES[strength % len(INVERSE_TEMPERATURES)]:.2f}"
     if cause == "bias or penalty" and strength < len(PENALTIES):

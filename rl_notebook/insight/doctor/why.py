@@ -180,9 +180,8 @@ class Why:
     @property
     def settle(self) -> str:
         "What would answer the questions that are not known; empty where none is left."
-        if not self.open or self.run.records:
-            return ""
-        return f"Tokens: {self.hook or ANY_HOOK}" if self.hook or not self.run.records else ""
+        is_open = self.open and not self.run.records
+        return f"Tokens: {self.hook or ANY_HOOK}" if is_open else ""
 
     def sections(self) -> dict[str, list[str]]:
         "All of it as lines under headings."
@@ -224,15 +223,12 @@ class Why:
             fields = {"question": c.name, "title": c.heading, "text": c.text, "step": c.step}
             return fields | ({"certainty": c.certainty, "fix": c.fix} if c.ok is False else {})
 
-        verdict = self.verdict
+        lists = ("evidence", "expected", "excluded", "open")
         return {
             "kind": self.kind,
             "sentence": self.sentence,
-            "verdict": plain(verdict) if verdict else None,
-            "evidence": [plain(c) for c in self.evidence],
-            "expected": [plain(c) for c in self.expected],
-            "excluded": [plain(c) for c in self.excluded],
-            "open": [plain(c) for c in self.open],
+            "verdict": plain(self.verdict) if self.verdict else None,
+            **{name: [plain(c) for c in getattr(self, name)] for name in lists},
             "settle": self.settle,
             "steps": len(self.run.steps),
             "tokens": bool(self.run.records),
