@@ -61,10 +61,16 @@ imports: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright
 
+# Long pages run only with SLOW, and where they are changed (`make check`): tutorials of a minute and more, and pages whose
+# modules have long tests of their own: test_time_travel and test_difficulty replay, test_script writes scripts, test_loop,
+# test_stepping and test_async_loop run loops, test_emulator, test_fireworks and test_tinker open the emulator.
+LONG_TUTORIALS := 201|202|203|302|303|401
+LONG_MODULES := 02_replay|04_script|06_testing|11_loop|12_async_loop
+
 # Several notebooks or tests at a time, one thread each: many wait for a service, and more threads make small tensors
 # crawl.
-notebooks: $(STAMP) ## run the notebooks; their assertions are tests. Those of a minute and more only with SLOW
-	OMP_NUM_THREADS=1 $(BIN)/python tests/notebooks.py --n_workers $(WORKERS) --timing $(if $(SLOW),,--skip_file_re '^(201|202|203|302|303|401)_')
+notebooks: $(STAMP) ## run the notebooks; their assertions are tests. The long ones only with SLOW
+	OMP_NUM_THREADS=1 $(BIN)/python tests/notebooks.py --n_workers $(WORKERS) --timing $(if $(SLOW),,--skip_file_re '^($(LONG_TUTORIALS))_|^($(LONG_MODULES))\.')
 
 # tests/test_house.py among them: it exports afresh into a copy and compares.
 pytest: $(STAMP) chromium ## run tests/, the house rules and the browser tests among them

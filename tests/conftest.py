@@ -44,6 +44,8 @@ gc.disable()
 def pytest_collection_finish() -> None:
     "From here on garbage is looked for, in what the tests make."
     gc.freeze()
+    # what tests import stays, too, and need not be looked through often; models are freed at the end of each file
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 

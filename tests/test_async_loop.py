@@ -660,7 +660,7 @@ def breaking(loop, what, *fail):
     return calls
 
 
-@pytest.mark.parametrize("kind", [GRPOLoop, AsyncGRPOLoop])
+@pytest.mark.parametrize("kind", [GRPOLoop, pytest.param(AsyncGRPOLoop, marks=pytest.mark.slow)])
 def test_failed_updates_are_continued_and_none_is_made_twice(kind):
     async def main():
         settings = {"ppo_n_minibatches": 3, "policy_loss": "ppo"}
@@ -685,7 +685,7 @@ def test_failed_updates_are_continued_and_none_is_made_twice(kind):
     run(main())
 
 
-@pytest.mark.parametrize("kind", [GRPOLoop, AsyncGRPOLoop])
+@pytest.mark.parametrize("kind", [pytest.param(GRPOLoop, marks=pytest.mark.slow), AsyncGRPOLoop])
 def test_a_step_between_two_updates_can_be_taken_back_and_is_no_place_to_leave(kind, tmp_path):
     async def main():
         settings = {"ppo_n_minibatches": 2, "policy_loss": "ppo"}
@@ -722,7 +722,7 @@ def test_a_step_between_two_updates_can_be_taken_back_and_is_no_place_to_leave(k
 # --- checkpoints, records ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("versions", [0, 2])
+@pytest.mark.parametrize("versions", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_continues_from_a_checkpoint_with_rows_that_were_in_flight(versions, tmp_path):
     async def main():
         loop = begin(rollouts(), max_head_offpolicy_versions=versions)
@@ -788,7 +788,7 @@ def test_a_step_is_replayed_as_far_as_it_can_be(tmp_path):
     run(main())
 
 
-@pytest.mark.parametrize("versions", [0, 2])
+@pytest.mark.parametrize("versions", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_seek_in_a_loop_that_is_running(versions, tmp_path):
     async def main():
         loop = begin(rollouts(), rows=24, max_head_offpolicy_versions=versions)

@@ -412,7 +412,14 @@ EXPECTED = {
     ),
 }  # fmt: skip
 FURTHER = ("512 groups", "1 group", "all masked", "no loss", "one NaN of the policy", "NaN sampler")
-FURTHER += ("one -inf of the sampler", "NaN reference", "no completions", "nothing at all")
+FURTHER += (
+    "one -inf of the sampler",
+    "NaN reference",
+    "no completions",
+    "nothing at all",
+    "8 groups",
+    "nothing trained",
+)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 "The benchmarks measure what they say: equal gradients and equal work. How fast or small is for `make bench` to say."
 
+import functools
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from pretend import DEVICE
@@ -71,7 +74,10 @@ def step() -> ModuleType:
 
 @pytest.fixture(
     scope="module",
-    params=[{}, {"kl_beta": 0.0, "lora_rank": 4, "batch": 3, "task": "sums"}],
+    params=[
+        pytest.param({}, marks=pytest.mark.slow),
+        {"kl_beta": 0.0, "lora_rank": 4, "batch": 3, "task": "sums"},
+    ],
     ids=["all weights", "an adapter, in two batches"],
 )
 def setting(step, request):
@@ -121,9 +127,21 @@ def test_prefixes_are_compared_at_equal_results():
 # --- sampling.py -------------------------------------------------------------------------------------------------
 
 
-def test_both_samplers_sample_what_was_asked_and_ours_knows_its_logprobs(tmp_path, capsys):
+def short_rate(rate: Callable[..., float], *args: Any, **options: Any) -> float:
+    "A rate of the machine from as few calls as give one."
+    return rate(*args, **options | {"seconds": 0.0})
+
+
+def test_both_samplers_sample_what_was_asked_and_ours_knows_its_logprobs(
+    tmp_path, capsys, monkeypatch
+):
+    "With rates of the machine that are measured for a moment: no figure of time is looked at."
     file = tmp_path / "sampling.json"
-    script("sampling").main(["--rows", "16", "--tokens", "4", "--rounds", "1", "--json", str(file)])
+    sampling = script("sampling")
+    for rate in (sampling.read_rate, sampling.gemm_rate):
+        quick = functools.partial(short_rate, rate)
+        monkeypatch.setattr(sampling, rate.__name__, quick)
+    sampling.main(["--rows", "16", "--tokens", "4", "--rounds", "1", "--json", str(file)])
     full, half = json.loads(file.read_text())["cases"]
     assert {(r["rows"], r["tokens"], *r["sides"]) for r in (full, half)} == {
         (16, 4, "ours", "generate")

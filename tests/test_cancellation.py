@@ -288,7 +288,7 @@ async def survey(
 
 
 def test_a_cancelled_step_or_undo_continues_to_the_same_weights():
-    assert asyncio.run(survey("local", ["sync"], [*WHAT], every=9)) == []
+    assert asyncio.run(survey("local", ["sync"], [*WHAT], every=19)) == []
 
 
 @pytest.mark.slow

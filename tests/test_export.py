@@ -302,7 +302,7 @@ def test_what_cannot_be_exported_is_rejected_and_leaves_nothing(tmp_path):
         run(backend.export(tmp_path / "out", None))
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_the_command_writes_what_the_run_trained(rank, tmp_path, capsys):
     folder = tmp_path / "run"
     small = "--max-rows 4 --prompt-groups-per-step 2 --completions-per-prompt 4 --max-completion-tokens 8 --max-seq-len 64"

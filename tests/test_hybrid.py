@@ -17,7 +17,11 @@ import rl_notebook as rln
 from rl_notebook.backends.local.loading import in_dtype
 from rl_notebook.core.types import SampleParams
 
-FAMILIES = ("Qwen3_5Text", "Mamba2", "Zamba2")  # the others stand in the table of families alone
+FAMILIES = (
+    "Qwen3_5Text",
+    "Mamba2",
+    pytest.param("Zamba2", marks=pytest.mark.slow),
+)  # the others stand in the table of families alone
 
 
 def loop_for(family: str, lora: int = 0) -> rln.GRPOLoop:

@@ -44,7 +44,11 @@ def measured(cfg: Config, layers: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"dtype": "bfloat16", "kl_beta": 0.0}, {"lora_rank": 4}],
+    [
+        {},
+        pytest.param({"dtype": "bfloat16", "kl_beta": 0.0}, marks=pytest.mark.slow),
+        {"lora_rank": 4},
+    ],
     ids=["float32", "bfloat16", "lora"],
 )
 def test_bytes_of_two_layers_lead_to_those_of_all(settings):

@@ -34,7 +34,7 @@ def sums():
     return sums
 
 
-@pytest.mark.parametrize("name", ["extraction", "sums"])
+@pytest.mark.parametrize("name", [pytest.param("extraction", marks=pytest.mark.slow), "sums"])
 def test_a_config_trains_as_it_is(name, tmp_path):
     cfg = rln.Config.from_yaml(FOLDER / f"{name}.yaml")
     problem = load_problem(cfg)

@@ -280,7 +280,7 @@ def web(tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_an_address_of_a_site_opens_at_a_step_a_completion_and_a_token(
     open_page: Callable[..., Page], run: RunFolder, tmp_path: Path, web: str, scheme: str
 ):
