@@ -17,7 +17,7 @@ pytest.importorskip("uvicorn")
 from live_server import serve
 from starlette.applications import Starlette
 
-from rl_notebook.emulator import models as model_module, trainer as trainer_module
+from rl_notebook.emulator import trainer as trainer_module
 from rl_notebook.emulator.messages import ON_ERROR, SERVED_LOSSES, Batch
 from rl_notebook.emulator.messages import served_datum, served_loss
 from rl_notebook.emulator.models import Models, Serving, Snapshots
@@ -352,8 +352,7 @@ def test_unnamed_snapshots_do_not_pile_up(running, monkeypatch):
     assert [row for row in running.trainer.checkpoints() if row["run"] == model_id] == []
 
 
-def test_sessions_that_share_one_model_do_not_mix_their_weights(start_service, monkeypatch):
-    monkeypatch.setattr(model_module, "KEPT_SERVINGS", 1)
+def test_sessions_that_share_one_model_do_not_mix_their_weights(start_service):
     service = start_service()
     model_id = service.model("0.38.0", rank=2, seed=4)
     samplers = []

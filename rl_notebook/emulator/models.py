@@ -184,9 +184,6 @@ class Serving:
         await close_backend(self.backend)
 
 # %% ../../nbs/emulator/01_models.ipynb #09657728
-KEPT_SERVINGS = 2  # sampling models of one adapter rank
-
-
 @dataclass(frozen=True)
 class SamplingSession:
     "A sampling session."
@@ -225,16 +222,15 @@ class SamplerPool:
     async def fetch(
         self, models: Models, snapshots: Snapshots, sampling: SamplingSession, tag: str
     ) -> Serving:
-        "A model that starts to serve a tag: a new one, or one that is idle when there are enough."
+        "A model that starts to serve a tag: an idle one, or a new one where there is none."
         if not tag:
             return await asyncio.to_thread(Serving, models)
         tensors, meta = await asyncio.to_thread(snapshots.load, sampling.snapshot)
         alike = [x for x in self.servings if x.name and x.lora_rank == meta["lora_rank"]]
-        idle = [x for x in alike if not x.users]
-        if len(alike) < KEPT_SERVINGS or not idle:
-            idle = [await asyncio.to_thread(Serving, models, meta["lora_rank"])]
-        await idle[0].swap(tag, tensors)
-        return idle[0]
+        idle = next((x for x in alike if not x.users), None)
+        serving = idle or await asyncio.to_thread(Serving, models, meta["lora_rank"])
+        await serving.swap(tag, tensors)
+        return serving
 
 # %% ../../nbs/emulator/01_models.ipynb #5309031c
 async def sample_and_score(
