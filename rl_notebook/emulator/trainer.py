@@ -258,7 +258,7 @@ def save_state(
     if name in states.names() and not overwrite:
         fix = "Choose another name, or pass overwrite=True."
         raise BackendError("name", got=repr(name), expected="one that is not taken", fix=fix)
-    tensors, about = capture(learner.state)
+    tensors, about = capture(learner.state, copy=False)
     states.save(name, tensors, {**about, **meta})
 
 # %% ../../nbs/emulator/02_trainer.ipynb #a75db8dd

@@ -319,14 +319,6 @@ def _layer_norms(
     return {f"{kind}/{layer}": norm for layer, norm in zip(layers, norms, strict=True)}
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #51eaae02
-def _not_finite(tensors: Mapping[str, Tensor]) -> str:
-    "Which tensors hold NaN or infinity; empty when none does."
-    numbers = {name: t for name, t in tensors.items() if t.is_floating_point()}
-    if np.isfinite(float(get_total_norm(numbers.values()))):
-        return ""
-    return _name_not_finite([name for name, t in numbers.items() if not t.isfinite().all()])
-
-
 def _name_not_finite(names: Sequence[str]) -> str:
     "Tensors that hold NaN or infinity, in words; empty for none."
     more = f" and {len(names) - 1} more tensors" if names[1:] else ""
@@ -335,7 +327,10 @@ def _name_not_finite(names: Sequence[str]) -> str:
 
 def _check_finite(tensors: Mapping[str, Tensor], kind: type[RLNotebookError], where: str) -> None:
     "Raise the error `kind` that names the first tensor with NaN or infinity."
-    if got := _not_finite(tensors):
+    numbers = {name: t for name, t in tensors.items() if t.is_floating_point()}
+    if np.isfinite(float(get_total_norm(numbers.values()))):
+        return
+    if got := _name_not_finite([name for name, t in numbers.items() if not t.isfinite().all()]):
         fix = "Load an earlier state (in a loop: await loop.undo()); what was saved or synced before stays as it is."
         raise kind("not finite", where=where, got=got, expected="finite values", fix=fix)
 
@@ -382,8 +377,8 @@ def try_parts(
     parts: Parts,
     count: int,
     ratio: float,
-) -> tuple[Tensor, Tensor]:
-    "Of an update of P slices: the norms of the moves (P,), and whether weights and moments are finite then (P,)."
+) -> Tensor:  # (P,)
+    "The norms of the moves that an update would make of P slices; not finite where a weight would not be."
     weights = copy_parts(targets, parts)
     grads = copy_parts({name: t.grad for name, t in targets.items() if t.grad is not None}, parts)
     scale_gradients(grads, count, ratio)
@@ -405,11 +400,8 @@ def try_parts(
     for i, step in zip(known, torch.stack(steps) if steps else (), strict=True):
         trial.state[weights[i]]["step"] = step
     trial.step()
-    made = [[trial.state[w][key] for w in weights] for key in MOMENTS]
-    largest = [torch._foreach_norm(values, torch.inf) for values in (weights, *made)]  # type: ignore
-    finite = torch.stack([torch.stack(list(values)) for values in largest]).isfinite().all(0)
     torch._foreach_sub_(weights, [targets[name].reshape(-1)[part] for name, part in parts])  # type: ignore
-    return torch.stack(list(torch._foreach_norm(weights))), finite  # type: ignore
+    return torch.stack(list(torch._foreach_norm(weights)))  # type: ignore
 
 
 def try_update(
@@ -419,14 +411,11 @@ def try_update(
     moving = {name: t for name, t in targets.items() if t.grad is not None}
     moves = [(name, t.new_zeros(())) for name, t in targets.items() if name not in moving]
     plan = plan_trials(moving)
-    trials = [try_parts(optimizer, moving, parts, count, ratio) for parts in plan]
     names = [name for parts in plan for name, _ in parts]
-    if names:
-        norms, finite = (torch.cat(values) for values in zip(*trials, strict=True))
-        moves += zip(names, norms, strict=True)
-        bad = [name for name, ok in zip(names, finite.tolist(), strict=True) if not ok]
-        return moves, list(dict.fromkeys(bad))
-    return moves, []
+    norms = [norm for parts in plan for norm in try_parts(optimizer, moving, parts, count, ratio)]
+    finite = torch.stack(norms).isfinite().tolist() if norms else []
+    bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
+    return [*moves, *zip(names, norms, strict=True)], list(dict.fromkeys(bad))
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #416ab22a
 def update(
@@ -477,8 +466,8 @@ def update(
 FORMAT = 1  # of a saved state
 
 
-def capture(state: PolicyState) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    "The state as cloned tensors and a description, readable in any editor."
+def capture(state: PolicyState, copy: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    "The state as tensors, which the next update changes unless they are copies, and a description for any editor."
     tensors = {f"weights/{name}": p for name, p in state.params.items()}
     tensors |= {f"masters/{name}": m for name, m in state.masters.items()}
     for name, target in zip(state.params, state.targets, strict=True):
@@ -497,7 +486,8 @@ def capture(state: PolicyState) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "version": state.versions.current,
         "published": state.versions.published,
     }
-    return {name: t.detach().clone().contiguous() for name, t in tensors.items()}, about
+    held = {name: t.detach().contiguous() for name, t in tensors.items()}
+    return {name: t.clone() if copy else t for name, t in held.items()}, about
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #f70b4e53
 def check_state(
@@ -622,7 +612,7 @@ def read_folder(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def save_named(state: PolicyState, name: str) -> str:
     "Capture the state, in memory or on disk; returns the path for `find_saved`."
     if "/" in name or os.sep in name:
-        write_folder(Path(name), *capture(state))
+        write_folder(Path(name), *capture(state, copy=False))
         return name
     state.saved[name.removeprefix("memory:")] = capture(state)
     return f"memory:{name.removeprefix('memory:')}"
