@@ -296,7 +296,7 @@ def test_a_deviation_of_a_service_is_named(kind, name, emulated, monkeypatch):
 
     unhurried = fireworks.open_fireworks
     monkeypatch.setattr(
-        fireworks, "open_fireworks", lambda **o: unhurried(**o, poll_interval_s=0.02, grace_s=0)
+        fireworks, "open_fireworks", lambda **o: unhurried(**o, poll_interval_s=0.02)
     )
     for variable, value in emulated.environment().items():
         monkeypatch.setenv(variable, value)
