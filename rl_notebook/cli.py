@@ -929,7 +929,7 @@ def _shown_in_full(
     results: Mapping[int, tuple[Evidence, Diagnosis]],
 ) -> tuple[int, str, Evidence]:  # the number of the step, a name for what is shown, its evidence
     "The first step whose cause is sure; without one, the steps that differ together; without those, the last step."
-    from rl_notebook.insight.doctor.evidence import POOLED, pooled
+    from rl_notebook.insight.doctor.evidence import MAX_POOLED_STEPS, pooled
 
     differ = [n for n, (_, diagnosis) in results.items() if not diagnosis.ok]
     number = next(
@@ -939,7 +939,7 @@ def _shown_in_full(
     name = f"step {number}"
     if number in differ and diagnosis.certainty != "sure":
         e = pooled([evidence for evidence, _ in results.values()]) or e
-        several = differ[:POOLED]
+        several = differ[:MAX_POOLED_STEPS]
         name = f"steps {', '.join(map(str, several))} together" if len(several) > 1 else name
     return number, name, e
 

@@ -245,7 +245,9 @@ def test_without_sync_the_sampler_is_left_alone(bench: Bench) -> None:
         record = await stale_weights(bench, 2)
         backend = bench.backend
         versions = [bench.backend.sampler.engine.policy_version]  # type: ignore[attr-defined]
-        careful = await diagnose(record, backend=backend, controls=("rescore", "echo", "context"))
+        careful = await diagnose(
+            record, backend=backend, controls=("rescore", "echo", "context", "parts")
+        )
         versions.append(bench.backend.sampler.engine.policy_version)  # type: ignore[attr-defined]
         sure = await diagnose(record, backend=backend)
         return careful, sure, versions

@@ -21,6 +21,7 @@ from rl_notebook.insight.doctor.evidence import (
     AMBIGUOUS_SCORE,
     GUESS_SCORE,
     MIN_SURE,
+    NEAR_CERTAIN,
     NOISE_FACTOR,
     HALF_PRECISION,
     Evidence,
@@ -37,11 +38,11 @@ from rl_notebook.insight.doctor.evidence import (
     finer_rounding,
     in_half_precision,
     nearest_at,
-    repetitions,
+    repeated_differences,
     rounding_here,
     rounding_of_logits,
-    said_before,
-    said_otherwise,
+    repeated_tokens,
+    sampled_less_echo,
     score_prediction,
     size,
     token_tolerance,
@@ -96,7 +97,7 @@ def mask_leak(e: Evidence) -> Iterator[CauseFinding]:
 def empty_starts(e: Evidence) -> Iterator[CauseFinding]:
     "Rows that begin with tokens without a value: of the prompt, or sampled, as where those of one prompt begin with different ones."
     # 0 is right for a token that is certain
-    empty = (~np.isfinite(e.s) | (e.s == 0)) & ~(e.p > np.log(MIN_SURE))
+    empty = (~np.isfinite(e.s) | (e.s == 0)) & ~(e.p > NEAR_CERTAIN)
     first = np.diff(e.row, prepend=-1) > 0
     at_start = empty[first].mean()
     behind_a_value = ~first & ~np.r_[False, empty[:-1]]
@@ -203,7 +204,7 @@ def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause
         is_same = [np.array_equal(d.tokens, e.datums[row].tokens) for d in e.datums]
         tried[is_same] = np.nan
         tried[row] = own
-        doubtful = np.where(s[row] < np.log(MIN_SURE), tried, np.nan)
+        doubtful = np.where(s[row] < NEAR_CERTAIN, tried, np.nan)
         best, by_chance = nearest_row(e, row, doubtful)
         if best != row and explained(own, tried[best], tol) >= MIN_SURE:
             moved[row] = best
@@ -237,7 +238,7 @@ def constant(e: Evidence) -> Iterator[CauseFinding]:
             yield CauseFinding(NONE, 1.0, f"{text}: a limit, which nothing is below")
             return
         # at temperature 0 every token has a logprob of 0
-        is_greedy = value == 0 and not (e.s[~off] < np.log(MIN_SURE)).any()
+        is_greedy = value == 0 and not (e.s[~off] < NEAR_CERTAIN).any()
         score = AMBIGUOUS_SCORE if is_greedy else 1.0
         yield CauseFinding("filled in", score, f"{text}: a number that was filled in")
 
@@ -247,11 +248,11 @@ Places = list[tuple[np.ndarray, np.ndarray]]  # logprobs of sampler, and of trai
 
 def both_scored(e: Evidence, only_new: bool = False) -> Places:
     "The logprobs of each place where both scored several tokens, one for each token; `only_new` = without tokens that were said before."
-    t = e.provenance.trainer_temperature or 1.0
+    t = e.temperature
     rows: Any = pd.DataFrame(
         {"past": e.prefix_hashes(False), "token": e.token, "s": e.s, "p": t * e.p}
     )
-    rows = rows[~(only_new & (said_before(e) > 0))].dropna().drop_duplicates(["past", "token"])
+    rows = rows[~(only_new & (repeated_tokens(e) > 0))].dropna().drop_duplicates(["past", "token"])
     parted = rows[rows.duplicated("past", keep=False)].groupby("past")
     places = [(place["s"].to_numpy(), place["p"].to_numpy()) for _, place in parted]
     for listing in e.all_listings:
@@ -275,7 +276,7 @@ def sharpness_of(places: Places) -> float:
     return float(s @ p / max(p @ p, 1e-12))
 
 
-def less_shared(gaps: Sequence[np.ndarray]) -> np.ndarray:
+def centre_places(gaps: Sequence[np.ndarray]) -> np.ndarray:
     "The gaps of all places end to end, each less the mean of its place."
     return np.concatenate([gap - gap.mean() for gap in gaps])
 
@@ -285,8 +286,8 @@ def other_logits(e: Evidence) -> Iterator[CauseFinding]:
     places = both_scored(e)
     if len(places) < 2:
         return
-    agreed_temperature = e.provenance.trainer_temperature or 1.0  # at which the two should agree
-    within = less_shared([s - p / agreed_temperature for s, p in places])
+    agreed_temperature = e.temperature  # at which the two should agree
+    within = centre_places([s - p / agreed_temperature for s, p in places])
     level = np.array([(s - p).mean() for s, p in places])
     is_flat = not beyond(within, coarser_rounding(e))
     if not is_flat and (found := list(one_factor(e, places))):
@@ -297,7 +298,7 @@ def other_logits(e: Evidence) -> Iterator[CauseFinding]:
     is_flat |= in_half_precision(e) and within.std() < min(noise, np.abs(level).mean())
     if is_flat:
         if agreed_temperature == 1:  # elsewhere all differ by what makes probabilities of them
-            yield from one_level(e, level, within)
+            yield from shared_shift(e, level, within)
         return
     for finding in one_factor(e, both_scored(e, only_new=True)):
         text = (
@@ -310,12 +311,12 @@ def one_factor(e: Evidence, places: Places) -> Iterator[CauseFinding]:
     "The differences between the tokens of each place are multiplied by one factor: that of a temperature."
     if len(places) < 2:
         return
-    agreed_temperature = e.provenance.trainer_temperature or 1.0
+    agreed_temperature = e.temperature
     # the factor of the places of either half is tested on the other
     halves = sharpness_of(places[1::2]), sharpness_of(places[::2])
     tested = [s - halves[k % 2] * p for k, (s, p) in enumerate(places)]
-    within = less_shared([s - p / agreed_temperature for s, p in places])
-    gone = explained(within, less_shared(tested), token_tolerance(e))
+    within = centre_places([s - p / agreed_temperature for s, p in places])
+    gone = explained(within, centre_places(tested), token_tolerance(e))
     sharpness = sharpness_of(places)
     # without a shared number it is another logarithm
     shared = np.array([gap.mean() for gap in tested])
@@ -385,7 +386,7 @@ def has_bias_of_its_own(table: Any, tolerance: float) -> bool:
     return bool(is_off and is_steady and len(table) >= 2 * gaps.ngroups)
 
 
-def one_level(
+def shared_shift(
     e: Evidence,
     level: np.ndarray,  # (places,) nats, the sampler's logprobs less the trainer's
     within: np.ndarray,  # nats by which each token differs from the level of its place
@@ -402,7 +403,7 @@ def one_level(
         text = f"the sampler leaves out token {' or '.join(map(str, forbidden))} and lists less likely ones"
         yield CauseFinding("bias or penalty", 1.0, text)
         return
-    if not is_seen and explained(e.gap, said_otherwise(e), token_tolerance(e)) >= MIN_SURE:
+    if not is_seen and explained(e.gap, sampled_less_echo(e), token_tolerance(e)) >= MIN_SURE:
         text = "tokens of one place are higher for the sampler by one number, also when it scores them and nothing is cut: the trainer gives probability to others, such as ids that fill up a vocabulary"
         yield CauseFinding(NONE, AMBIGUOUS_SCORE, text)
         yield CauseFinding("vocabulary", MIN_LIKELY, text)
@@ -433,11 +434,10 @@ def lists_all(x: Listing, e: Evidence) -> bool:
 
 def may_be_cut(e: Evidence, tolerance: float) -> bool:
     "Whether the probability that the sampler gives to the tokens of each place may be that of others, each less likely than all that it lists."
-    vocabulary = e.provenance.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
     for listing in e.all_listings:
         kept = np.exp(listing.trainer[listing.is_listed])
         gone = -np.expm1(-np.median(listing.gap[listing.is_listed])) if len(kept) else 0.0
-        if gone > tolerance and gone > tolerance + (vocabulary - len(kept)) * kept.min():
+        if gone > tolerance and gone > tolerance + (e.vocab_size - len(kept)) * kept.min():
             return False
     return True
 
@@ -557,7 +557,7 @@ def resample_gains(e: Evidence) -> dict[str, tuple[float, int]]:
         gains = dict[str, Any]()
         for r in e.resamples:
             c = count_tokens(r, half, tol)
-            head = e.datums[e.row[r.at]].tokens[: e.target[r.at] + 1]
+            head = e.prefix(r.at)
             of_place = {
                 "temperature": temperature_gains(c),
                 "top-p or top-k": cut_gains(c),
@@ -627,7 +627,7 @@ def other_text(e: Evidence) -> Iterator[CauseFinding]:
 
 def vocabulary(e: Evidence) -> Iterator[CauseFinding]:
     "The trainer is more surprised by the sampler's tokens than a model that knows nothing, and these tokens have most of the gap."
-    ids = e.provenance.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
+    ids = e.vocab_size
     absurd = np.isfinite(e.gap) & (e.p < -np.log(ids)) & (e.s > -np.log(ids))
     share = np.abs(e.gap[absurd]).sum() / max(np.nansum(np.abs(e.gap)), 1e-12)
     if absurd.sum() >= MIN_TOKENS_OFF:
@@ -663,7 +663,7 @@ def repeated(e: Evidence) -> Iterator[CauseFinding]:
 
 
 def self_contradiction(e: Evidence) -> Iterator[CauseFinding]:
-    "The same of a record, between rows that begin alike."
+    "Equal prefixes of one record get different logprobs from the trainer."
     allowed = finer_rounding(e).largest
     same, other = contradiction(e, e.p)
     if "policy again" not in e.controls and contradiction(e, e.s)[1] <= allowed < other:
@@ -673,15 +673,12 @@ def self_contradiction(e: Evidence) -> Iterator[CauseFinding]:
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #878dc9b7
 def stale_weights(e: Evidence) -> Iterator[CauseFinding]:
-    "The sampler sampled with older weights than the trainer scored with."
-    t = e.provenance.trainer_temperature or 1.0
+    "The sampler sampled with older weights than the trainer scored with: those of the reference, those before a sync, or those on record."
     tol = token_tolerance(e)
     there = excess(e.gap, tol)
     before = e.flat("sampler")
     after = e.flat("sampler synced")
     changed = excess(after - before, tol)  # by a sync
-    # it may have learned since
-    today = np.where(np.isfinite(e.flat("policy")), e.flat("policy"), e.p)
     if not e.provenance.untrained:
         text = "the sampler says what the reference says"
         finding = score_prediction(e, "stale weights", e.s - reference_of(e), text)
@@ -693,15 +690,20 @@ def stale_weights(e: Evidence) -> Iterator[CauseFinding]:
         yield replace(finding, score=min(finding.score, most))
     if changed > (1 - MIN_SURE) * there:
         text = f"the sampler was behind, as a sync changes what it says by {size(after - before).mean:.2g} nats per token"
-        left = said_otherwise(e) + nearest_at(after, t, today) - today
+        today = policy_today(e)
+        left = sampled_less_echo(e) + nearest_at(after, e.temperature, today) - today
         finding = score_prediction(e, "stale weights", left, text)
         yield replace(finding, score=max(finding.score, MIN_LIKELY))
-    if explained(e.gap, nearest_at(before, t, today) - today, tol) >= MIN_SURE:
-        yield from agrees_today(e)
     versions = {e.provenance.trainer_version, e.provenance.sampler_version} - {None}
     if len(versions) > 1 and "sampler" not in e.controls:
         text = f"versions {sorted(v for v in versions if v is not None)} of the weights"
         yield CauseFinding("stale weights", AMBIGUOUS_SCORE, text)
+
+
+def policy_today(e: Evidence) -> np.ndarray:
+    "(K,) the trainer's logprobs as scored again, since it may have learned, or as recorded."
+    again = e.flat("policy")
+    return np.where(np.isfinite(again), again, e.p)
 
 
 def reference_of(e: Evidence) -> np.ndarray:
@@ -711,8 +713,11 @@ def reference_of(e: Evidence) -> np.ndarray:
 
 def agrees_today(e: Evidence) -> Iterator[CauseFinding]:
     "The sampler, asked again, says what the trainer says: it does not say what it sampled with, and does not differ as much from itself when it samples again."
-    recorded = said_otherwise(e)
-    if not beyond(recorded, finer_rounding(e)):
+    today = policy_today(e)
+    left = nearest_at(e.flat("sampler"), e.temperature, today) - today
+    recorded = sampled_less_echo(e)
+    is_agreed = explained(e.gap, left, token_tolerance(e)) >= MIN_SURE
+    if not is_agreed or not beyond(recorded, finer_rounding(e)):
         return
     tol = coarser_rounding(e).largest
     if any(np.logaddexp.reduce(r.claimed) > tol for r in e.resamples):
@@ -732,7 +737,7 @@ def agrees_today(e: Evidence) -> Iterator[CauseFinding]:
         yield CauseFinding("stale weights", MIN_LIKELY, text)
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #9da8ef83
-def beside_surprise(values: np.ndarray, p: np.ndarray) -> np.ndarray:
+def without_likelihood(values: np.ndarray, p: np.ndarray) -> np.ndarray:
     "What is left of (K,) values after the best parabola in the logprob: whatever is wrong, an unlikely token moves more."
     terms = np.stack([np.ones(len(p)), p, p**2], axis=1)
     return values - terms @ np.linalg.lstsq(terms, values, rcond=None)[0]
@@ -741,12 +746,12 @@ def beside_surprise(values: np.ndarray, p: np.ndarray) -> np.ndarray:
 def follows_learning(
     left: np.ndarray, learned: np.ndarray, p: np.ndarray, row: np.ndarray
 ) -> float:
-    "The correlation of (K,) a gap with what the reference says less what the policy says, likelihoods apart; 0 where that may be chance, which a weak one must exclude more surely."
+    "The correlation of (K,) a gap with what the reference says less what the policy says, without the effect of likelihood; 0 if chance explains it, with a stricter test of a weak correlation."
     known = np.isfinite(left) & np.isfinite(learned) & np.isfinite(p)
     # a part of what was learned is no larger than all of it
     if known.sum() < 2 or size(left[known]).mean > size(learned[known]).mean:
         return 0.0
-    gap, moved = (beside_surprise(x[known], p[known]) for x in (left, learned))
+    gap, moved = (without_likelihood(x[known], p[known]) for x in (left, learned))
     sums: Any = pd.Series(gap * moved).groupby(row[known]).sum()
     of_rows = sums.to_numpy()
     correlation = float(of_rows.sum() / np.sqrt((gap**2).sum() * (moved**2).sum()))
@@ -761,15 +766,15 @@ def left_after_sync(e: Evidence) -> np.ndarray:
     "(K,) nats, the gap that a sync leaves, or the least that it may be at other temperatures; NaN = not known."
     policy = e.flat("policy")
     synced = e.flat("sampler synced")
-    return nearest_at(synced, e.provenance.trainer_temperature or 1.0, policy) - policy
+    return nearest_at(synced, e.temperature, policy) - policy
 
 
 def moved_by_sync(e: Evidence) -> Iterator[CauseFinding]:
-    "A gap that may be rounding of 16 bits: a sync changes what the sampler says by several times what both sides repeat theirs to."
+    "A gap that may be rounding of 16 bits: a sync changes what the sampler says by several times the differences between repeated scores."
     moved = size(e.flat("sampler synced") - e.flat("sampler")).mean
-    noise = max(size(said_otherwise(e)).mean, size(left_after_sync(e)).mean)
+    noise = max(size(sampled_less_echo(e)).mean, size(left_after_sync(e)).mean)
     if not differs(e) and moved > NOISE_FACTOR * noise > 0:
-        text = f"a sync changes what the sampler says by {moved:.2g} nats per token, {moved / noise:.0f} times what both sides repeat theirs to: it was behind"
+        text = f"a sync changes what the sampler says by {moved:.2g} nats per token, {moved / noise:.0f} times the differences between repeated scores: it was behind"
         yield CauseFinding("stale weights", MAX_UNSYNCED_SCORE, text)
 
 
@@ -796,7 +801,7 @@ def part_of_weights(e: Evidence) -> Iterator[CauseFinding]:
     "A gap that is left after a sync, or that the record has, follows what the policy has learned."
     if e.unmoved is not None or e.provenance.untrained:  # an experiment tells more
         return
-    is_synced = "sampler synced" in e.controls and e.provenance.trainer_temperature in (None, 1.0)
+    is_synced = "sampler synced" in e.controls and e.temperature == 1
     policy = e.flat("policy") if is_synced else e.p
     left = e.flat("sampler synced") - policy if is_synced else e.gap
     correlation = follows_learning(left, reference_of(e) - policy, policy, e.row)
@@ -820,7 +825,7 @@ MAX_UNSYNCED_SCORE = 0.8
 
 def fresh_gaps(e: Evidence) -> np.ndarray:
     "(C,) nats, what the sampler reported of fresh completions, less what it, or, if it cannot score, the policy says of the same tokens."
-    by_policy = e.provenance.trainer_temperature in (None, 1.0)
+    by_policy = e.temperature == 1
     gaps = [
         c.reported - np.where(np.isfinite(c.echo) | (not by_policy), c.echo, c.policy)
         for c in e.completions
@@ -833,7 +838,7 @@ def noise_of_programs(e: Evidence) -> Rounding:
     "What the arithmetic of one pass explains: the sampler's echo beside the policy, or, where they cannot be compared, logits of 16 bits."
     coarser = coarser_rounding(e)
     passes = e.flat("sampler") - e.flat("policy")
-    if e.provenance.trainer_temperature not in (None, 1.0) or not np.isfinite(passes).any():
+    if e.temperature != 1 or not np.isfinite(passes).any():
         other = rounding_of_logits(e, "bfloat16")
     else:
         other = Rounding(NOISE_FACTOR * size(passes).mean, NOISE_FACTOR * size(passes).largest)
@@ -873,11 +878,11 @@ MIN_TEMPLATE_GAP = 5.0  # nats: a few updates move no token this far, another pr
 MAX_STEP_RATIO = 10.0  # how much larger the mean gap of one step may be than that of another
 
 
-def is_half_precision(e: Evidence) -> str:
+def describe_half_precision(e: Evidence) -> str:
     "What says that a side computes in 16 bits: its own statement, or numbers that it does not repeat as 32 bits would; or nothing."
     if {e.provenance.trainer_dtype, e.provenance.sampler_dtype} & {*HALF_PRECISION}:
         return "16 bits, as stated"
-    twice = min(repetitions(e), key=lambda x: size(x).mean, default=np.zeros(0))
+    twice = min(repeated_differences(e), key=lambda x: size(x).mean, default=np.zeros(0))
     if beyond(twice, rounding("float32")) and not beyond(twice, rounding_of_logits(e, "bfloat16")):
         return (
             f"and the sampler repeats its own numbers to {size(twice).mean:.2g} only, as in 16 bits"
@@ -892,12 +897,12 @@ def dtype_or_batching(e: Evidence) -> Iterator[CauseFinding]:
     if e.provenance.agreed or too_large or not beyond(e.gap, finer) or direction(e):
         return
     again = e.flat("sampler") - e.flat("policy")
-    is_asked = e.provenance.trainer_temperature in (None, 1.0) and np.isfinite(again).any()
+    is_asked = e.temperature == 1 and np.isfinite(again).any()
     if is_asked and not beyond(again, finer):  # arithmetic is there whenever it is asked
         return
     dtypes = sorted({d for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d})
     by_step: Any = pd.Series(np.abs(e.gap)).groupby(np.array(e.steps)[e.row]).mean()
-    seen = is_half_precision(e)
+    seen = describe_half_precision(e)
     where = f" ({' and '.join(dtypes)}), {seen}" if seen else ""
     if len(by_step) > 1 and by_step.max() < MAX_STEP_RATIO * by_step.min():
         where = " in every step, as where one side is in 16 bits"
@@ -941,7 +946,7 @@ def no_mismatch(e: Evidence) -> Iterator[CauseFinding]:
     tol = token_tolerance(e)
     text = f"{(np.abs(e.gap) > tol).mean():.0%} of the tokens differ by more than {tol:.1g} nats"
     few = int((np.abs(e.gap) > finer_rounding(e).largest).sum())
-    again = min(size(x).mean for x in repetitions(e))
+    again = min(size(x).mean for x in repeated_differences(e))
     doubt = ""
     if few:
         doubt = f", {few} of them by up to {gap.largest:.2g}, which are too few to tell"
@@ -956,7 +961,7 @@ def no_mismatch(e: Evidence) -> Iterator[CauseFinding]:
     yield CauseFinding(NO_MISMATCH, MAX_UNSYNCED_SCORE if doubt else 1.0, text + doubt + fits)
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #21271170
-Sign = Callable[[Evidence], Iterable[CauseFinding]]
+Detector = Callable[[Evidence], Iterable[CauseFinding]]
 
 
 @dataclass(frozen=True)
@@ -967,184 +972,186 @@ class KnownCause:
     predicts: str  # the numbers that there are if it is true
     decided_by: str  # an experiment, or what is counted
     fix: str
-    signs: tuple[Sign, ...] = ()
-    signs_without_gap: tuple[Sign, ...] = ()
+    detectors: tuple[Detector, ...] = ()
+    detectors_without_gap: tuple[Detector, ...] = ()
     to_decide: str = ""  # an experiment that the doctor does not make
 
 
-KNOWN_CAUSES = (
-    KnownCause(
-        "non-finite",
-        "some numbers are NaN or infinite",
-        "a count",
-        "Look for weights that diverged, or for a series that was never filled.",
-        signs_without_gap=(non_finite,),
-    ),
-    KnownCause(
-        "mask leak",
-        "tokens that the policy did not sample have weight 1",
-        "the samples' masks; rows that begin without a value",
-        "Set weights to 1 only where the policy sampled the token.",
-        signs_without_gap=(mask_leak,),
-    ),
-    KnownCause(
-        "filled in",
-        "a constant stands for numbers that the sampler did not report",
-        "rows of one prompt that begin with different tokens, and without a value",
-        "Keep what the sampler reported of each token, its first one too; what is missing is no 0.",
-        signs=(constant,),
-        signs_without_gap=(mask_leak,),
-    ),
-    KnownCause(
-        "wrong reference",
-        "before any update s and p agree, and the reference does not",
-        "KL at step 0",
-        "Make the reference a frozen copy of the policy as it is before its first update.",
-        signs_without_gap=(wrong_reference,),
-    ),
-    KnownCause(
-        "shift",
-        "s of target i is p of target i ± 1 or 2",
-        "the values moved back",
-        "Target i is token i + 1, on both sides: rl_notebook.core.align converts, and checks lengths.",
-        signs=(shift,),
-    ),
-    KnownCause(
-        "rows permuted",
-        "every row has the numbers of another row",
-        "each row against every other",
-        "Keep the logprobs of a row inside its datum instead of pairing rows by order of arrival.",
-        signs=(moved_rows,),
-    ),
-    KnownCause(
-        "wrong group",
-        "every group has the numbers, or the prompt, of another group",
-        "the same; the prompts of the datums",
-        "Key prompts and logprobs by group and sample instead of by position.",
-        signs=(moved_rows,),
-        signs_without_gap=(other_tokens,),
-    ),
-    KnownCause(
-        "temperature",
-        "at every place, the differences between the tokens' logprobs are multiplied by the same factor",
-        "listing; places where completions of one prompt part; resample",
-        "Divide the logits by the sampling temperature on both sides, or on neither.",
-        signs=(other_logits,),
-        signs_without_gap=(claimed_temperatures, sampled_otherwise),
-    ),
-    KnownCause(
-        "top-p or top-k",
-        "at one place, all tokens' s are higher than p by the same number",
-        "listing; raw logprobs; resample",
-        "Compare raw logprobs with raw ones, or sample with top_p=1 and top_k=0.",
-        signs=(other_logits,),
-        signs_without_gap=(sampled_otherwise,),
-        to_decide="sample a step at top_p 1 and top_k 0, and diagnose that one",
-    ),
-    KnownCause(
-        "bias or penalty",
-        "at one place, s - p is one number for most tokens, and another for those that were said before, or for one token",
-        "listing",
-        "Sample without penalties, logit bias and forbidden tokens, or compare raw logprobs with raw ones.",
-        signs=(other_logits, bias_or_penalty),
-        to_decide="sample a step without penalties and bias, and diagnose that one",
-    ),
-    KnownCause(
-        "stale weights",
-        "s is what the sampler reports before a sync, p what it reports after it",
-        "sync; the reference; recorded versions",
-        "Sync the sampler after every update; if it lags on purpose, tis='token' or anchor='rollout'.",
-        signs=(stale_weights, part_of_weights),
-        signs_without_gap=(moved_by_sync,),
-        to_decide="sync, sample a new step, and diagnose that one",
-    ),
-    KnownCause(
-        PART_OF_WEIGHTS,
-        "s lies between the reference's logprob and p, and a sync does not close the gap",
-        "sync; parts; the reference",
-        "Compare the names of the weights that are sent with those that the sampler loads: adapters, tied and renamed ones.",
-        signs=(unmoved_weights, part_of_weights),
-        to_decide="sync once more, and compare the weights on both sides, tensor by tensor",
-    ),
-    KnownCause(
-        "decoding",
-        "what the sampler reports of a completion while it samples is not what it says when it scores the same tokens",
-        "completions",
-        "Look at what the sampler does only while it samples: positions, the cache of keys and values, recurrent state, "
-        "penalties; sample a completion with the cache switched off.",
-        signs=(decoding,),
-        to_decide="sample one completion with the sampler's cache switched off, and compare its numbers",
-    ),
-    KnownCause(
-        "BOS or template",
-        "one side's numbers are those of the other side with another prompt",
-        "context",
-        "Hand over token ids, with no BOS, template or system message added: render the prompt once.",
-        signs=(decoding, other_text),
-        signs_without_gap=(other_tokens,),
-        to_decide="compare the token ids that the sampler read with those that were sent",
-    ),
-    KnownCause(
-        "padding side",
-        "s is what the trainer reports for a row scored alone",
-        "rescore: rows alone",
-        "Pad on the right, or pass the attention mask and the positions that left padding needs.",
-        signs_without_gap=(repeated, self_contradiction),
-    ),
-    KnownCause(
-        "vocabulary",
-        "the sampler's tokens surprise the trainer more than a uniform guess would",
-        "a count",
-        "Give policy and sampler one tokenizer, and embeddings in the order of its ids.",
-        signs=(vocabulary,),
-    ),
-    KnownCause(
-        "dropout",
-        "p changes when it is computed again",
-        "rescore; the same token after the same prefix, twice in a batch",
-        "Call model.eval() before scoring, and set every dropout rate to 0.",
-        signs_without_gap=(repeated, self_contradiction),
-    ),
-    KnownCause(
-        "dtype or batching",
-        "the gap is as small as rounding makes it, and follows nothing",
-        "rescore and echo: what each side repeats",
-        "Score in the sampler's precision or in float32; what is left is noise of the arithmetic.",
-        signs=(dtype_or_batching,),
-        to_decide="load both sides in float32 and diagnose again: rounding goes, anything else stays",
-    ),
-    KnownCause(
-        UNEXPLAINED,
-        "a record alone has a gap, and no cause above explains it",
-        "any experiment",
-        "Connect trainer and sampler (`backend=`, or `rl-notebook doctor RUN --rescore`). Where that is not possible, "
-        "sync, and record a step at temperature 1 with nothing cut or penalised: a gap that it still has is of neither settings nor old weights.",
-        signs=(unexplained_gap,),
-    ),
-    KnownCause(
-        NONE,
-        "experiments were made, and no cause above explains the gap",
-        "all experiments",
-        "Compare the two programs layer by layer on one of the tokens below: kernels, quantisation, positions, "
-        "norms, and what the sampler does to the logits.",
-        signs=(constant, stale_weights),
-        signs_without_gap=(sampled_otherwise,),
-        to_decide="score two tokens with both programs, then three, until they differ",
-    ),
-    KnownCause(
-        NO_MISMATCH,
-        "every difference is within the tolerance",
-        "resample",
-        "Nothing to fix.",
-        signs_without_gap=(no_mismatch,),
-    ),
-)
-CAUSES = {cause.name: cause for cause in KNOWN_CAUSES}
+CAUSES = {
+    cause.name: cause
+    for cause in (
+        KnownCause(
+            "non-finite",
+            "some numbers are NaN or infinite",
+            "a count",
+            "Look for weights that diverged, or for a series that was never filled.",
+            detectors_without_gap=(non_finite,),
+        ),
+        KnownCause(
+            "mask leak",
+            "tokens that the policy did not sample have weight 1",
+            "the samples' masks; rows that begin without a value",
+            "Set weights to 1 only where the policy sampled the token.",
+            detectors_without_gap=(mask_leak,),
+        ),
+        KnownCause(
+            "filled in",
+            "a constant stands for numbers that the sampler did not report",
+            "rows of one prompt that begin with different tokens, and without a value",
+            "Keep what the sampler reported of each token, its first one too; what is missing is no 0.",
+            detectors=(constant,),
+            detectors_without_gap=(mask_leak,),
+        ),
+        KnownCause(
+            "wrong reference",
+            "before any update s and p agree, and the reference does not",
+            "KL at step 0",
+            "Make the reference a frozen copy of the policy as it is before its first update.",
+            detectors_without_gap=(wrong_reference,),
+        ),
+        KnownCause(
+            "shift",
+            "s of target i is p of target i ± 1 or 2",
+            "the values moved back",
+            "Target i is token i + 1, on both sides: rl_notebook.core.align converts, and checks lengths.",
+            detectors=(shift,),
+        ),
+        KnownCause(
+            "rows permuted",
+            "every row has the numbers of another row",
+            "each row against every other",
+            "Keep the logprobs of a row inside its datum instead of pairing rows by order of arrival.",
+            detectors=(moved_rows,),
+        ),
+        KnownCause(
+            "wrong group",
+            "every group has the numbers, or the prompt, of another group",
+            "the same; the prompts of the datums",
+            "Key prompts and logprobs by group and sample instead of by position.",
+            detectors=(moved_rows,),
+            detectors_without_gap=(other_tokens,),
+        ),
+        KnownCause(
+            "temperature",
+            "at every place, the differences between the tokens' logprobs are multiplied by the same factor",
+            "listing; places where completions of one prompt part; resample",
+            "Divide the logits by the sampling temperature on both sides, or on neither.",
+            detectors=(other_logits,),
+            detectors_without_gap=(claimed_temperatures, sampled_otherwise),
+        ),
+        KnownCause(
+            "top-p or top-k",
+            "at one place, all tokens' s are higher than p by the same number",
+            "listing; raw logprobs; resample",
+            "Compare raw logprobs with raw ones, or sample with top_p=1 and top_k=0.",
+            detectors=(other_logits,),
+            detectors_without_gap=(sampled_otherwise,),
+            to_decide="sample a step at top_p 1 and top_k 0, and diagnose that one",
+        ),
+        KnownCause(
+            "bias or penalty",
+            "at one place, s - p is one number for most tokens, and another for those that were said before, or for one token",
+            "listing",
+            "Sample without penalties, logit bias and forbidden tokens, or compare raw logprobs with raw ones.",
+            detectors=(other_logits, bias_or_penalty),
+            to_decide="sample a step without penalties and bias, and diagnose that one",
+        ),
+        KnownCause(
+            "stale weights",
+            "s is what the sampler reports before a sync, p what it reports after it",
+            "sync; the reference; recorded versions",
+            "Sync the sampler after every update; if it lags on purpose, tis='token' or anchor='rollout'.",
+            detectors=(stale_weights, agrees_today, part_of_weights),
+            detectors_without_gap=(moved_by_sync,),
+            to_decide="sync, sample a new step, and diagnose that one",
+        ),
+        KnownCause(
+            PART_OF_WEIGHTS,
+            "s lies between the reference's logprob and p, and a sync does not close the gap",
+            "sync; parts; the reference",
+            "Compare the names of the weights that are sent with those that the sampler loads: adapters, tied and renamed ones.",
+            detectors=(unmoved_weights, part_of_weights),
+            to_decide="sync once more, and compare the weights on both sides, tensor by tensor",
+        ),
+        KnownCause(
+            "decoding",
+            "what the sampler reports of a completion while it samples is not what it says when it scores the same tokens",
+            "completions",
+            "Look at what the sampler does only while it samples: positions, the cache of keys and values, recurrent state, "
+            "penalties; sample a completion with the cache switched off.",
+            detectors=(decoding,),
+            to_decide="sample one completion with the sampler's cache switched off, and compare its numbers",
+        ),
+        KnownCause(
+            "BOS or template",
+            "one side's numbers are those of the other side with another prompt",
+            "context",
+            "Hand over token ids, with no BOS, template or system message added: render the prompt once.",
+            detectors=(decoding, other_text),
+            detectors_without_gap=(other_tokens,),
+            to_decide="compare the token ids that the sampler read with those that were sent",
+        ),
+        KnownCause(
+            "padding side",
+            "s is what the trainer reports for a row scored alone",
+            "rescore: rows alone",
+            "Pad on the right, or pass the attention mask and the positions that left padding needs.",
+            detectors_without_gap=(repeated, self_contradiction),
+        ),
+        KnownCause(
+            "vocabulary",
+            "the sampler's tokens surprise the trainer more than a uniform guess would",
+            "a count",
+            "Give policy and sampler one tokenizer, and embeddings in the order of its ids.",
+            detectors=(vocabulary,),
+        ),
+        KnownCause(
+            "dropout",
+            "p changes when it is computed again",
+            "rescore; the same token after the same prefix, twice in a batch",
+            "Call model.eval() before scoring, and set every dropout rate to 0.",
+            detectors_without_gap=(repeated, self_contradiction),
+        ),
+        KnownCause(
+            "dtype or batching",
+            "the gap is as small as rounding makes it, and follows nothing",
+            "rescore and echo: what each side repeats",
+            "Score in the sampler's precision or in float32; what is left is noise of the arithmetic.",
+            detectors=(dtype_or_batching,),
+            to_decide="load both sides in float32 and diagnose again: rounding goes, anything else stays",
+        ),
+        KnownCause(
+            UNEXPLAINED,
+            "a record alone has a gap, and no cause above explains it",
+            "any experiment",
+            "Connect trainer and sampler (`backend=`, or `rl-notebook doctor RUN --rescore`). Where that is not possible, "
+            "sync, and record a step at temperature 1 with nothing cut or penalised: a gap that it still has is of neither settings nor old weights.",
+            detectors=(unexplained_gap,),
+        ),
+        KnownCause(
+            NONE,
+            "experiments were made, and no cause above explains the gap",
+            "all experiments",
+            "Compare the two programs layer by layer on one of the tokens below: kernels, quantisation, positions, "
+            "norms, and what the sampler does to the logits.",
+            detectors=(constant, agrees_today),
+            detectors_without_gap=(sampled_otherwise,),
+            to_decide="score two tokens with both programs, then three, until they differ",
+        ),
+        KnownCause(
+            NO_MISMATCH,
+            "every difference is within the tolerance",
+            "resample",
+            "Nothing to fix.",
+            detectors_without_gap=(no_mismatch,),
+        ),
+    )
+}
 
 
 def ask_causes(e: Evidence) -> list[CauseFinding]:
     "What all causes find in the evidence."
-    signs = [sign for cause in KNOWN_CAUSES for sign in cause.signs_without_gap]
+    detectors = [d for cause in CAUSES.values() for d in cause.detectors_without_gap]
     if differs(e):
-        signs += [sign for cause in KNOWN_CAUSES for sign in cause.signs]
-    return [finding for sign in dict.fromkeys(signs) for finding in sign(e)]
+        detectors += [d for cause in CAUSES.values() for d in cause.detectors]
+    return [finding for detector in dict.fromkeys(detectors) for finding in detector(e)]

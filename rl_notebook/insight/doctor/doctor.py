@@ -23,6 +23,7 @@ from rl_notebook.insight.doctor.causes import (
     ALL_WEIGHTS,
     AS_RECORDED,
     CAUSES,
+    MAX_UNLISTED_SCORE,
     MAX_UNSYNCED_SCORE,
     NO_MISMATCH,
     NONE,
@@ -47,6 +48,7 @@ from rl_notebook.insight.doctor.evidence import (
     AMBIGUOUS_SCORE,
     HALF_PRECISION,
     MIN_SURE,
+    NEAR_CERTAIN,
     NOISE_FACTOR,
     Evidence,
     CauseFinding,
@@ -61,7 +63,7 @@ from rl_notebook.insight.doctor.evidence import (
     in_half_precision,
     localize_mismatch,
     noise_floor,
-    said_otherwise,
+    sampled_less_echo,
     size,
     token_tolerance,
 )
@@ -72,7 +74,7 @@ from ...core.gaps import ROUNDING, Rounding
 __all__ = ['Diagnosis', 'diagnose']
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #5306cdfb
-_SEEN = 0.005  # a score below which a finding is folded
+MIN_SHOWN_SCORE = 0.005  # a score below which a finding is folded
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #630e634c
 class TokenGap(NamedTuple):
@@ -202,7 +204,8 @@ def finding_rows(d: Diagnosis, seen: bool = True) -> list[list[Any]]:
     wanted = (
         f
         for f in d.findings
-        if (f.score >= _SEEN) == seen and (seen or f.cause not in (NO_MISMATCH, NONE, UNEXPLAINED))
+        if (f.score >= MIN_SHOWN_SCORE) == seen
+        and (seen or f.cause not in (NO_MISMATCH, NONE, UNEXPLAINED))
     )
     return [[f.cause, round(float(f.score), 2), f.text] for f in wanted]
 
@@ -218,9 +221,9 @@ def diagnosis_html(d: Diagnosis) -> str:
     return f"{verdict}{html_table(columns, finding_rows(d))}{folded}{tokens}"
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #1c41e3f7
-def departs(e: Evidence) -> str:
+def describe_rescoring(e: Evidence) -> str:
     "Say which sides, scored again, report other numbers than were recorded of them."
-    at_one = e.provenance.trainer_temperature in (None, 1.0)
+    at_one = e.temperature == 1
     again = {"trainer": e.flat("policy") - e.p, "sampler": e.flat("sampler") - e.s}
     off = [s for s in again if beyond(again[s], finer_rounding(e)) and (at_one or s == "trainer")]
     if not off:
@@ -233,7 +236,7 @@ def departs(e: Evidence) -> str:
 def none_of_these(e: Evidence, best: float) -> Iterator[CauseFinding]:
     "What is said when experiments were made, as far as no cause explains the gap."
     if differs(e) and "policy" in e.controls and best < MIN_SURE:
-        text = f"{size(e.gap).mean:.2g} nats per token are left, and what comes nearest explains {best:.0%}; {departs(e)}"
+        text = f"{size(e.gap).mean:.2g} nats per token are left, and what comes nearest explains {best:.0%}; {describe_rescoring(e)}"
         # not all prompts that a server might read were tried
         yield CauseFinding(NONE, min(1 - best, AMBIGUOUS_SCORE), text)
 
@@ -258,12 +261,15 @@ def rank_causes(e: Evidence) -> Diagnosis:
     asked = ask_causes(e)
     asked += none_of_these(e, max((f.score for f in asked), default=0.0))
     strongest = dict[str, CauseFinding]()
-    for f in sorted(asked, key=lambda f: (f.cause == NO_MISMATCH, -f.score)):
+    # any cause that is seen comes before none
+    for f in sorted(
+        asked, key=lambda f: (f.score < MIN_SHOWN_SCORE, f.cause == NO_MISMATCH, -f.score)
+    ):
         strongest.setdefault(f.cause, f)
     for cause in CAUSES:
         strongest.setdefault(cause, CauseFinding(cause, 0.0, "nothing speaks for it"))
     best, *others = strongest.values()
-    close = max(MIN_SURE if best.score >= MIN_SURE else best.score / 2, _SEEN)
+    close = max(MIN_SURE if best.score >= MIN_SURE else best.score / 2, MIN_SHOWN_SCORE)
     verdicts = (NO_MISMATCH, UNEXPLAINED)
     experiments = experiments_of(e)
     is_tested = bool(experiments) or best.is_counted
@@ -312,11 +318,6 @@ def one_per_datum(
     return tuple(by_index[i].values if i in by_index else None for i in range(len(e.datums)))
 
 
-def heads_of(e: Evidence, positions: Sequence[int]) -> list[np.ndarray]:
-    "The tokens before each of these compared positions."
-    return [e.datums[e.row[k]].tokens[: e.target[k] + 1] for k in positions]
-
-
 async def sample_each(
     backend: Backend, heads: Sequence[np.ndarray], params: SampleParams
 ) -> list[list[Completion]]:
@@ -351,14 +352,14 @@ async def run_rescore(e: Evidence, backend: Backend, datum_indices: Sequence[int
     return replace(e, controls={**e.controls, **series}, provenance=provenance)
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #3be9939c
-async def sample_likely(
+async def sample_at_places(
     e: Evidence, backend: Backend, datum_indices: Sequence[int], name: str, places: int = 24
 ) -> Evidence:
-    "Sample likely tokens again for what the sampler reports of them: for servers that score no given tokens."
+    "Sample again at places of the record, for what the sampler reports of the tokens that come again: for servers that score no given tokens."
     chosen = choose_places(e, datum_indices, places)
     t = e.provenance.sampler_temperature
     params = SampleParams(n=32, max_tokens=1, temperature=1.0 if t is None else t)
-    sampled = await sample_each(backend, heads_of(e, chosen), params)
+    sampled = await sample_each(backend, [e.prefix(k) for k in chosen], params)
     reported = [np.full(len(d.weights), np.nan) for d in e.datums]
     for k, completions in zip(chosen, sampled, strict=True):
         for c in completions:
@@ -376,7 +377,7 @@ async def run_echo(
     except BackendError as refusal:
         e = replace(e, failed={**e.failed, "echo": str(refusal)})
         try:
-            return await sample_likely(e, backend, datum_indices, name)
+            return await sample_at_places(e, backend, datum_indices, name)
         except BackendError:
             return e
     provenance = replace(e.provenance, sampler_dtype=logprobs[0].dtype)
@@ -443,7 +444,9 @@ async def run_parts(
     return replace(e, unmoved=tuple(unmoved) if unmoved or len(parts) <= most else None)
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #ec2b3708
-LISTED_TOKENS = 20  # likeliest tokens that the sampler is asked for, as vLLM lists by default
+LISTED_TOKENS = (
+    20  # likeliest tokens that the sampler is asked for: vLLM's limit unless it is raised
+)
 
 
 async def run_listing(e: Evidence, backend: Backend, datum_indices: Sequence[int]) -> Evidence:
@@ -455,7 +458,7 @@ async def run_listing(e: Evidence, backend: Backend, datum_indices: Sequence[int
         return e
     params = SampleParams(n=1, max_tokens=1, temperature=t, top_logprobs=min(LISTED_TOKENS, most))
     chosen = choose_places(e, datum_indices, places)
-    heads = heads_of(e, chosen)
+    heads = [e.prefix(k) for k in chosen]
     sampled = await sample_each(backend, heads, params)
     end = getattr(backend.tokenizer, "eos_token_id", None)
     made = [
@@ -523,7 +526,7 @@ async def score_listings(
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #b15d2f13
 def echo_repeats(e: Evidence) -> bool:
     "Whether the sampler, scoring the recorded tokens, says of them what was recorded."
-    return explained(e.gap, said_otherwise(e), token_tolerance(e)) >= MIN_SURE
+    return explained(e.gap, sampled_less_echo(e), token_tolerance(e)) >= MIN_SURE
 
 
 def turn_with_largest_gap(e: Evidence, row: int) -> np.ndarray:
@@ -549,7 +552,7 @@ async def run_completions(
     room = (backend.capabilities.max_seq_len or 10**9) - max_tokens
     heads = {h.tobytes(): h for h in (turn_with_largest_gap(e, row) for row in rows)}
     chosen = [h for h in heads.values() if len(h) <= room][:most]
-    can_list = backend.capabilities.scores_top and e.provenance.trainer_temperature in (None, 1.0)
+    can_list = backend.capabilities.scores_top and e.temperature == 1
     top = min(LISTED_TOKENS, backend.capabilities.top_logprobs) if can_list else 0
     params = SampleParams(n=1, max_tokens=max_tokens, top_logprobs=top)
     sampled = await sample_each(backend, chosen, params)
@@ -642,7 +645,7 @@ async def run_context(e: Evidence, backend: Backend, datum_indices: Sequence[int
     learned = e.provenance.untrained and beyond(e.flat("policy") - e.p, finer_rounding(e))
     before = backend.reference if learned else None
     scored = {"policy": await (before or backend.policy).forward(behind_them)}
-    at_one = e.provenance.trainer_temperature in (None, 1.0)
+    at_one = e.temperature == 1
     today = e.flat("sampler") - e.flat("policy")
     agree = at_one and np.isfinite(today).any() and not beyond(today, finer_rounding(e))
     if before or agree:
@@ -661,7 +664,7 @@ async def run_context(e: Evidence, backend: Backend, datum_indices: Sequence[int
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #f4c13aa3
 def always_same_token(resamples: Sequence[Resample]) -> bool:
     "Whether one request gets one token, however often it is sampled, and not always the likeliest."
-    doubtful = [half for r in resamples if r.claimed[0] < np.log(MIN_SURE) for half in r.counts]
+    doubtful = [half for r in resamples if r.claimed[0] < NEAR_CERTAIN for half in r.counts]
     alike = all((counts > 0).sum() == 1 for counts in doubtful)
     return len(doubtful) > 2 and alike and any(counts[0] == 0 for counts in doubtful)
 
@@ -692,7 +695,7 @@ async def run_resample(
 ) -> Evidence:
     "Sample two halves of `samples` next tokens at each of `places` positions with the largest gaps, and where the sampler was in doubt."
     order = choose_places(e, datum_indices, places)
-    heads = heads_of(e, order)
+    heads = [e.prefix(k) for k in order]
     params = SampleParams(n=samples, max_tokens=1)
     sampled = [
         [c for c in completions if len(c.tokens) and np.isfinite(c.logprobs[0])]
@@ -706,15 +709,66 @@ async def run_resample(
     return replace(e, resamples=tuple(resamples))
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #f25283d2
-CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]] = {
-    "rescore": run_rescore,
-    "echo": run_echo,
-    "listing": run_listing,
-    "completions": run_completions,
-    "sync": run_sync,
-    "context": run_context,
-    "resample": run_resample,
-    "parts": run_parts,
+@dataclass(frozen=True)
+class Control:
+    "An experiment, and whether it may still change a verdict that is not settled."
+
+    run: Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]
+    may_change: Callable[[Evidence, Diagnosis], bool]
+
+
+def always(e: Evidence, d: Diagnosis) -> bool:
+    "What every other control builds on."
+    return True
+
+
+def has_gap(e: Evidence, d: Diagnosis) -> bool:
+    "Likeliest tokens are listed where both sides differ."
+    return differs(e)
+
+
+def echo_departs(e: Evidence, d: Diagnosis) -> bool:
+    "A sampler whose echo repeats what was recorded samples as it scores."
+    return differs(e) and not echo_repeats(e)
+
+
+def may_be_behind(e: Evidence, d: Diagnosis) -> bool:
+    "New weights change nothing where what it samples today is not what it scores."
+    samples_otherwise = bool(e.completions) and d.cause in ("decoding", "BOS or template")
+    return "sampler" in e.controls and not samples_otherwise
+
+
+def may_read_otherwise(e: Evidence, d: Diagnosis) -> bool:
+    "Other prompts are tried unless another experiment has named its cause."
+    is_named = d.cause in ("decoding", PART_OF_WEIGHTS) and d.score >= MAX_UNSYNCED_SCORE
+    return "sampler" in e.controls and differs(e) and not is_named
+
+
+def may_lack_weights(e: Evidence, d: Diagnosis) -> bool:
+    "Parts are tried where a sync leaves a gap."
+    if "sampler synced" not in e.controls or "echo" in e.failed:
+        return False
+    closed = explained(e.gap, left_after_sync(e), token_tolerance(e))
+    # noise of 16 bits stays after a sync, too
+    is_noisy = d.cause == "stale weights" and in_half_precision(e)
+    is_suspect = d.cause in (NONE, PART_OF_WEIGHTS, "stale weights")
+    return is_suspect and closed < (MIN_LIKELY if is_noisy else MIN_SURE)
+
+
+def may_sample_otherwise(e: Evidence, d: Diagnosis) -> bool:
+    "Of numbers that differ samples tell only whether they are odds."
+    return not differs(e) or "stale weights" in (d.cause, *d.undecided)
+
+
+CONTROLS = {
+    "rescore": Control(run_rescore, always),
+    "echo": Control(run_echo, always),
+    "listing": Control(run_listing, has_gap),
+    "completions": Control(run_completions, echo_departs),
+    "sync": Control(run_sync, may_be_behind),
+    "context": Control(run_context, may_read_otherwise),
+    "resample": Control(run_resample, may_sample_otherwise),
+    "parts": Control(run_parts, may_lack_weights),
 }
 CONCLUSIVE_SCORE = 0.95  # a score after which no further control is run
 LISTED_CAUSES = (
@@ -737,36 +791,21 @@ def chosen_controls(names: Sequence[str]) -> list[str]:
     return [c for c in CONTROLS if c in names or c in needed]
 
 
-def may_change(name: str, e: Evidence) -> bool:
-    "Whether a control may still change the verdict: not once one cause explains nearly everything, though samples may contradict numbers that agree."
-    d = rank_causes(e)
-    # the sampler of a trainer in 16 bits may have any precision until it is asked
-    coarse = e.provenance.trainer_dtype in HALF_PRECISION and e.provenance.sampler_dtype is None
-    is_settled = d.score >= CONCLUSIVE_SCORE and d.cause != NONE and not d.undecided
-    is_settled |= bool(e.listings) and d.cause in LISTED_CAUSES and d.score >= MAX_UNTESTED_SCORE
-    if is_settled and not coarse and name != "rescore":
-        return name == "resample" and d.ok
-    if name == "resample":  # of numbers that differ it tells only whether the sampler's are odds
-        return not differs(e) or "stale weights" in (d.cause, *d.undecided)
-    if name in ("listing", "completions"):
-        return differs(e) and (name == "listing" or not echo_repeats(e))
-    if name in ("sync", "context") and "sampler" not in e.controls:
+def is_settled(e: Evidence, d: Diagnosis) -> bool:
+    "Whether one cause explains nearly everything; the sampler of a trainer in 16 bits may have any precision until it is asked."
+    if e.provenance.trainer_dtype in HALF_PRECISION and e.provenance.sampler_dtype is None:
         return False
-    if name == "sync" and e.completions and d.cause in ("decoding", "BOS or template"):
-        return (
-            False  # what it samples today is not what it scores: new weights would not change that
-        )
-    if name == "parts":
-        closed = explained(e.gap, left_after_sync(e), token_tolerance(e))
-        # noise of 16 bits stays after a sync, too
-        is_noisy = d.cause == "stale weights" and in_half_precision(e)
-        stays = closed < (MIN_LIKELY if is_noisy else MIN_SURE)
-        suspects = (NONE, PART_OF_WEIGHTS, "stale weights")
-        return "echo" not in e.failed and stays and d.cause in suspects
-    if name != "context":
+    if e.listings and d.cause in LISTED_CAUSES and d.score >= MAX_UNLISTED_SCORE:
         return True
-    by_experiment = ("decoding", PART_OF_WEIGHTS)
-    return differs(e) and (d.cause not in by_experiment or d.score < MAX_UNSYNCED_SCORE)
+    return d.score >= CONCLUSIVE_SCORE and d.cause != NONE and not d.undecided
+
+
+def may_change(name: str, e: Evidence) -> bool:
+    "Whether a control may still change the verdict: not once it is settled, though samples may contradict numbers that agree."
+    d = rank_causes(e)
+    if is_settled(e, d):
+        return name == "rescore" or (name == "resample" and d.ok)
+    return CONTROLS[name].may_change(e, d)
 
 
 def datums_for_controls(e: Evidence, limit: int) -> list[int]:
@@ -824,7 +863,7 @@ async def diagnose(
         if not may_change(name, e):
             continue
         try:
-            e = await CONTROLS[name](e, backend, datum_indices)
+            e = await CONTROLS[name].run(e, backend, datum_indices)
         except BackendError as refusal:
             e = replace(e, failed={**e.failed, name: str(refusal)})
     return diagnose_evidence(e, lambda: tokenizer or backend.tokenizer)

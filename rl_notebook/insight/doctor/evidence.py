@@ -131,6 +131,20 @@ class Evidence:
         return self.s - self.p
 
     @property
+    def temperature(self) -> float:
+        "At which the trainer scores."
+        return self.provenance.trainer_temperature or 1.0
+
+    @property
+    def vocab_size(self) -> int:
+        "Of the backend's tokenizer, or at least as many as there are in the datums."
+        return self.provenance.vocab_size or 1 + max(int(d.tokens.max()) for d in self.datums)
+
+    def prefix(self, k: int) -> np.ndarray:
+        "The tokens of the row before a compared position."
+        return self.datums[self.row[k]].tokens[: self.target[k] + 1]
+
+    @property
     def all_listings(self) -> tuple[Listing, ...]:
         "Those behind recorded tokens, and those of fresh completions."
         return (*self.listings, *(x for c in self.completions for x in c.listings))
@@ -189,7 +203,7 @@ class FreshCompletion:
     listings: tuple[Listing, ...] = ()  # one per token; empty = not known
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #530889c2
-RECENT = 8  # pieces of evidence whose values are kept, as evidence does not change
+CACHED = 8  # pieces of evidence whose values are kept, as evidence does not change
 
 
 def noise_floor(e: Evidence) -> float | None:
@@ -217,12 +231,11 @@ LOGIT_ROUNDING = Rounding(5.0, 30.0)  # in units of what a logit is off by
 def logit_scale(e: Evidence) -> float:
     "Nats, about the standard deviation of the logits of one place: from what the sampled tokens vary, and how far their mean is from a uniform guess."
     known = e.p[np.isfinite(e.p)]
-    vocab_size = e.provenance.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
-    above_uniform = max(0.0, float(np.log(vocab_size) + known.mean()))
+    above_uniform = max(0.0, float(np.log(e.vocab_size) + known.mean()))
     return float(np.sqrt(known.var() + 2 * above_uniform))
 
 
-def share_of_others(e: Evidence) -> np.ndarray:
+def probability_of_others(e: Evidence) -> np.ndarray:
     "(K,) the probability of all other tokens, by the side that gives more: as much of an error of the logits reaches a token's logprob."
     return np.clip(-np.expm1(np.fmin(e.p, e.s)), 0.001, 1.0)
 
@@ -233,15 +246,15 @@ def rounding_of_logits(e: Evidence, dtype: str) -> Rounding:
     if not known.any():
         return rounding(dtype)
     unit = UNIT_ROUNDOFF[dtype] * logit_scale(e)
-    share = share_of_others(e)[known]
+    share = probability_of_others(e)[known]
     mean = LOGIT_ROUNDING.mean * unit * float(share.mean())
     return Rounding(mean, LOGIT_ROUNDING.largest * unit * float(share.max()))
 
 
-def repetitions(e: Evidence) -> list[np.ndarray]:  # nats, differences of two series each
+def repeated_differences(e: Evidence) -> list[np.ndarray]:  # nats, differences of two series each
     "What one side, or one after the other, said twice: the sampler's echo beside what it sampled with, and beside the policy."
     echo = e.flat("sampler")
-    at_one = e.provenance.trainer_temperature in (None, 1.0)
+    at_one = e.temperature == 1
     twice = [echo - e.s, echo - e.flat("policy")] if at_one else [echo - e.flat(e.raw)]
     known = [x for x in twice if np.isfinite(x).any()]
     return known or [np.concatenate([c.reported - c.echo for c in e.completions] or [np.zeros(0)])]
@@ -253,14 +266,14 @@ def rounding_here(e: Evidence, dtype: str) -> Rounding:
     if dtype not in HALF_PRECISION:
         return table
     computed = rounding_of_logits(e, dtype)
-    measured = [size(x) for x in repetitions(e) if np.isfinite(x).any()]
+    measured = [size(x) for x in repeated_differences(e) if np.isfinite(x).any()]
     least = min(measured, key=lambda gap: gap.mean, default=Gap(0.0, 0.0, ""))
     mean = min(table.mean, max(NOISE_FACTOR * least.mean, computed.mean))
     largest = min(table.largest, max(NOISE_FACTOR * least.largest, computed.largest))
     return Rounding(mean, largest)
 
 
-@lru_cache(RECENT)
+@lru_cache(CACHED)
 def roundings_here(e: Evidence) -> list[Rounding]:
     "What rounding explains of the two precisions, the finer first; of float32 where none is stated."
     dtypes = [d for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d]
@@ -303,7 +316,7 @@ def chance_of_sum(terms: np.ndarray) -> float:
 MIN_TOKENS_OFF = 3  # tokens beyond the tolerance that a prediction needs to be scored
 
 
-def said_before(e: Evidence) -> np.ndarray:
+def repeated_tokens(e: Evidence) -> np.ndarray:
     "(K,) 1 where the token stands in the text before it."
     parts = []
     for d, mask in zip(e.datums, e.mask, strict=True):
@@ -312,23 +325,23 @@ def said_before(e: Evidence) -> np.ndarray:
     return np.concatenate(parts).astype(float)
 
 
-@lru_cache(RECENT)
+@lru_cache(CACHED)
 def direction(e: Evidence) -> str:
     "What the gap follows though it may be as large as rounding, in words; empty = nothing."
     once = np.isfinite(e.gap) & ~pd.Series(e.prefix_hashes(False)).duplicated().to_numpy()
     # of tokens that the sampler sampled, the mean of a gap without a direction is half its square
-    errors = ((e.gap - e.gap**2 / 2) / share_of_others(e))[once]
+    errors = ((e.gap - e.gap**2 / 2) / probability_of_others(e))[once]
     reference = e.flat([d.ref_logprobs for d in e.datums])
     begins = np.searchsorted(e.row, e.row)
     followed = {
         "is above or below at all tokens alike": np.ones(len(e.gap)),
         "grows with how likely a token is, as with another temperature": e.p,
-        "lies on tokens that were said before": said_before(e),
+        "lies on tokens that were said before": repeated_tokens(e),
         "grows with depth": np.arange(len(e.gap)) - begins,
     }
     if beyond(reference - e.p, finer_rounding(e)):  # less is rounding, which one program repeats
         # from the middle of both sides, whose rounding is in the gap, too
-        learned = (reference - (e.p + e.s) / 2) / share_of_others(e)
+        learned = (reference - (e.p + e.s) / 2) / probability_of_others(e)
         followed["goes where the policy has learned since the reference"] = learned
     # a token that is as likely elsewhere, to a quarter of what a logit is off by, is rounded alike
     unit = UNIT_ROUNDOFF["bfloat16"] * logit_scale(e)
@@ -352,7 +365,7 @@ def in_half_precision(e: Evidence) -> bool:
     return bool(dtypes) and dtypes <= {*HALF_PRECISION}
 
 
-@lru_cache(RECENT)
+@lru_cache(CACHED)
 def differs(e: Evidence) -> bool:
     "Whether trainer and sampler differ by more than rounding, or, in 16 bits, in a direction; there a few tokens may be off by any size."
     allowed = finer_rounding(e)
@@ -381,7 +394,7 @@ def explained(before: np.ndarray, after: np.ndarray, tol: float) -> float:
 class CauseFinding:
     "A cause, and what speaks for it."
 
-    cause: str  # a key of FIXES
+    cause: str  # a key of CAUSES
     score: float  # 0 to 1: share of the gap that it explains, or how sure a sign without a prediction is
     text: str  # in a few words
     positions: tuple[int, ...] = ()  # compared positions that show it; empty = the largest gaps
@@ -391,6 +404,7 @@ class CauseFinding:
 MIN_SURE = 0.9  # share of the gap that a prediction must explain to be right
 # what counts a sign that other causes may leave, too, such as the best fit of a curve
 AMBIGUOUS_SCORE = 0.6
+NEAR_CERTAIN = float(np.log(0.9))  # nats: from here on a token has no gap, whatever is wrong
 MIN_LIKELY = 0.5  # and what is below is a guess
 GUESS_SCORE = 0.3  # nothing speaks against it
 
@@ -526,12 +540,13 @@ def nearest_at(raw: np.ndarray, temperature: float, wanted: np.ndarray) -> np.nd
     return raw if temperature == 1 else np.clip(wanted, np.minimum(*ends), np.maximum(*ends))
 
 
-def said_otherwise(e: Evidence) -> np.ndarray:
+def sampled_less_echo(e: Evidence) -> np.ndarray:
     "(K,) nats, what the sampler reported less what it says of the same tokens when it scores them; the least that it may be at other temperatures."
     echo = e.flat("sampler")
-    t = e.provenance.trainer_temperature or 1.0
     raw = e.flat(e.raw)
-    return raw - echo if t != 1 and np.isfinite(raw).any() else e.s - nearest_at(echo, t, e.s)
+    if e.temperature != 1 and np.isfinite(raw).any():
+        return raw - echo
+    return e.s - nearest_at(echo, e.temperature, e.s)
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #1dcf2400
 def raw_where_processed(
@@ -615,12 +630,12 @@ def gather(
     return e
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #99a09105
-POOLED = 8  # steps
+MAX_POOLED_STEPS = 8  # steps
 
 
 def pooled(parts: Sequence[Evidence]) -> Evidence | None:
     "The first steps in which both sides differ as one evidence, with the provenance of the first; None = none do."
-    differ = [k for k, e in enumerate(parts) if differs(e)][:POOLED]
+    differ = [k for k, e in enumerate(parts) if differs(e)][:MAX_POOLED_STEPS]
     if not differ:
         return None
     parts_that_differ = [parts[k] for k in differ]
@@ -723,9 +738,9 @@ def parts_of_rows(
 def only_place(e: Evidence, followed: Mapping[str, np.ndarray]) -> str:
     """The part that has all of the gap beside one that has none of it, in a sentence; empty = there is none.
 
-    Only tokens count that one side finds less likely than MIN_SURE: others have no gap whatever is wrong. If tokens of the part are off
+    Only tokens count that one side finds less likely than NEAR_CERTAIN: others have no gap whatever is wrong. If tokens of the part are off
     with some frequency, so many others would all agree by chance at most MAX_CHANCE times."""
-    doubtful = np.isfinite(e.gap) & (np.fmin(e.p, e.s) < np.log(MIN_SURE))
+    doubtful = np.isfinite(e.gap) & (np.fmin(e.p, e.s) < NEAR_CERTAIN)
     off = doubtful & (np.abs(e.gap) > token_tolerance(e))
     best = (MIN_LIKELY, "")
     for words, (inside, cause) in parts_of_rows(e, followed).items():
