@@ -25,7 +25,7 @@ from rl_notebook.insight.doctor.evidence import (
     NOISE_FACTOR,
     HALF_PRECISION,
     Evidence,
-    Listing,
+    LikelyTokens,
     CauseFinding,
     Resample,
     beyond,
@@ -341,7 +341,7 @@ def forbidden_tokens(e: Evidence, tolerance: float) -> list[int]:
 MIN_BIASED_PLACES = 3  # where single tokens are off
 
 
-def gaps_beside_new_tokens(listings: Sequence[Listing]) -> Any:
+def gaps_beside_new_tokens(listings: Sequence[LikelyTokens]) -> Any:
     "A data frame of the tokens that are listed at each place, with their gap less the median gap of those that were not said before."
     tables: list[Any] = [pd.DataFrame(columns=["place", "token", "is_repeated", "gap"])]
     for place, listing in enumerate(listings):
@@ -423,7 +423,7 @@ def shared_shift(
     yield CauseFinding("bias or penalty", min(score, AMBIGUOUS_SCORE), text)
 
 
-def lists_all(x: Listing, e: Evidence) -> bool:
+def lists_all(x: LikelyTokens, e: Evidence) -> bool:
     "Whether the sampler gives all probability to the tokens that it lists, and the trainer more of it to others than rounding makes."
     smallest = rounding("float32").largest
     by_sampler, by_trainer = (

@@ -53,7 +53,7 @@ from rl_notebook.insight.doctor.evidence import (
     Evidence,
     CauseFinding,
     FreshCompletion,
-    Listing,
+    LikelyTokens,
     Resample,
     beyond,
     differs,
@@ -471,13 +471,13 @@ async def run_listing(e: Evidence, backend: Backend, datum_indices: Sequence[int
 
 def read_listings(
     c: Completion, head: np.ndarray, sampled: Sequence[int] | np.ndarray, end: int | None
-) -> list[Listing]:
+) -> list[LikelyTokens]:
     "What the sampler lists at each token that was sampled behind a text, without the policy's numbers; none, if raw logprobs say nothing of its temperature."
     top = c.top_logprobs
     is_raw = top is not None and top.distribution == "raw" and c.params.temperature != 1
     if top is None or is_raw or len(top.tokens) != len(sampled):
         return []
-    listings = list[Listing]()
+    listings = list[LikelyTokens]()
     for k, (ids, logprobs) in enumerate(zip(top.tokens, top.logprobs, strict=True)):
         known = np.isfinite(logprobs)
         asked = [int(token) for token in (sampled[k], end) if token is not None]
@@ -486,12 +486,12 @@ def read_listings(
         sampler = np.r_[logprobs[known], np.full(len(others), -np.inf)]
         is_repeated = np.isin(tokens, np.r_[head, sampled[:k]])
         unscored = np.full(len(tokens), np.nan)
-        listings.append(Listing(asked[0], tokens, sampler, unscored, is_repeated))
+        listings.append(LikelyTokens(asked[0], tokens, sampler, unscored, is_repeated))
     return listings
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #aa25f058
 def datum_behind(
-    head: np.ndarray, tokens: Sequence[int] | np.ndarray, listings: Sequence[Listing] = ()
+    head: np.ndarray, tokens: Sequence[int] | np.ndarray, listings: Sequence[LikelyTokens] = ()
 ) -> Datum:
     "Scores tokens behind a text, and names those of a listing at each of them."
     weights = np.r_[np.zeros(len(head) - 1), np.ones(len(tokens))]
@@ -502,7 +502,7 @@ def datum_behind(
     return Datum(np.r_[head, tokens], weights, top_logprobs=named)
 
 
-def with_policy(listings: Sequence[Listing], scored: Logprobs) -> tuple[Listing, ...]:
+def with_policy(listings: Sequence[LikelyTokens], scored: Logprobs) -> tuple[LikelyTokens, ...]:
     "The listings at the last tokens of a row, with what the policy says of their tokens."
     tops = np.asarray(scored.top, np.float64)[-len(listings) :] if listings else ()  # (C, k)
     pairs = zip(listings, tops, strict=True)
@@ -510,8 +510,8 @@ def with_policy(listings: Sequence[Listing], scored: Logprobs) -> tuple[Listing,
 
 
 async def score_listings(
-    backend: Backend, made: Sequence[tuple[np.ndarray, Listing]]
-) -> tuple[Listing, ...]:
+    backend: Backend, made: Sequence[tuple[np.ndarray, LikelyTokens]]
+) -> tuple[LikelyTokens, ...]:
     "Listings, each behind a text, with what the policy says of their tokens."
     score = backend.policy.forward
     if backend.capabilities.scores_top:

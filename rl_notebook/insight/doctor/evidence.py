@@ -61,7 +61,9 @@ class Evidence:
     # series by their maker
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)
     resamples: tuple[Resample, ...] = ()  # next tokens, sampled again
-    listings: tuple[Listing, ...] = ()  # what both sides say of the likeliest tokens of a place
+    listings: tuple[
+        LikelyTokens, ...
+    ] = ()  # what both sides say of the likeliest tokens of a place
     completions: tuple[FreshCompletion, ...] = ()  # sampled again, and scored by both sides
     # parts of the weights that a sync does not bring into what the sampler says; None = not known
     unmoved: tuple[str, ...] | None = None
@@ -145,7 +147,7 @@ class Evidence:
         return self.datums[self.row[k]].tokens[: self.target[k] + 1]
 
     @property
-    def all_listings(self) -> tuple[Listing, ...]:
+    def all_listings(self) -> tuple[LikelyTokens, ...]:
         "Those behind recorded tokens, and those of fresh completions."
         return (*self.listings, *(x for c in self.completions for x in c.listings))
 
@@ -173,7 +175,7 @@ class Resample:
 
 
 @dataclass(frozen=True, eq=False)
-class Listing:
+class LikelyTokens:
     "The likeliest tokens at one place as the sampler lists them, and what the policy says of the same tokens."
 
     sampled: int  # id of the token that was sampled there
@@ -200,7 +202,7 @@ class FreshCompletion:
     reported: np.ndarray  # by the sampler while it sampled
     echo: np.ndarray  # by the sampler, scoring the same tokens; NaN = it cannot
     policy: np.ndarray
-    listings: tuple[Listing, ...] = ()  # one per token; empty = not known
+    listings: tuple[LikelyTokens, ...] = ()  # one per token; empty = not known
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #530889c2
 CACHED = 8  # pieces of evidence whose values are kept, as evidence does not change
