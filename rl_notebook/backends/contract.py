@@ -351,7 +351,7 @@ async def check_temperature(sampler: Sampler, tokens: list[int]) -> list[Finding
     ]
 
 # %% ../../nbs/backends/03_contract.ipynb #21d6b273
-MAX_CHECKED_TOKENS = 4096  # tokens that are tried; a longer context is not
+MAX_CHECKED_TOKENS = 2304  # tokens that are tried: more than 2,048, where some servers cut
 
 
 async def check_length(
