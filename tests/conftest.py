@@ -44,7 +44,7 @@ gc.disable()
 def pytest_collection_finish() -> None:
     "From here on garbage is looked for, in what the tests make."
     gc.freeze()
-    # what tests import stays, too, and need not be looked through often; models are freed at the end of each file
+    # models are freed at the end of each file
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
@@ -95,6 +95,7 @@ def _no_loss_outlives_its_file() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _no_memory_outlives_its_file() -> Iterator[None]:
     "Models are in cycles, and what is freed in many threads is not released by itself: workers grew to gigabytes."
+    gc.freeze()  # what other files imported
     yield
     gc.collect()
     if sys.platform == "linux":

@@ -196,7 +196,9 @@ def counted(rng: np.random.Generator, seeds: int) -> np.ndarray:
     return rng.binomial(8, by_prompt.clip(0, 1)).sum(-1) / 32
 
 
-@pytest.mark.parametrize("seeds", [2, 4, 8])
+@pytest.mark.parametrize(
+    "seeds", [pytest.param(n, marks=[pytest.mark.slow] * (n > 2)) for n in (2, 4, 8)]
+)
 def test_equal_variants_are_seldom_told_apart(seeds):
     rng = np.random.default_rng(seeds)
     races = [made_up(rng, 0.0, seeds) for _ in range(400)]

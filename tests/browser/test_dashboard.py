@@ -187,6 +187,7 @@ def test_points_appear_while_it_plays_and_the_kernel_is_free(notebook: Notebook,
     assert points == sorted(points)
 
 
+@pytest.mark.slow
 def test_a_pause_takes_effect_within_one_phase(notebook: Notebook, board: Locator):
     press(board, "play")
     press(board, "pause")
@@ -366,6 +367,7 @@ def test_settings_are_changed_between_two_steps(notebook: Notebook, board: Locat
     expect(pane).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_running_the_cell_again_leaves_one_dashboard(notebook: Notebook, board: Locator):
     press(board, "play")
     notebook.run_cells(SHOW)
