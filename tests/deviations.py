@@ -369,6 +369,7 @@ def quantised_model(load):
 
 
 OPENAI: dict[str, Deviation] = SAMPLERS | {
+    "end tokens cut off": samples("completions of ids", without_end),
     "prompts of samples cut": samples("longest sequence", prompt=lambda ids: ids[-100:]),
     "top-k 3": samples("sampling frequencies", top_k=3),
     "min-p 0.2": samples("sampling frequencies", min_p=0.2),
