@@ -5,6 +5,7 @@ One that takes longer ends the run with its name and its place: `python tests/no
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import sys
 import time
@@ -18,6 +19,8 @@ import nbdev.test
 LIMIT = float(os.environ.get("RL_NOTEBOOK_PAGE_LIMIT", "600"))  # seconds a notebook
 RUNNING = TemporaryDirectory(prefix="rl-notebook-pages-")  # a file for each that runs
 run = nbdev.test.test_nb
+# a million imported objects stay: looking through them as often as Python does takes a tenth of the time
+gc.set_threshold(20_000, 20, 20)
 
 
 def within_the_limit(path: Path, **options: Any) -> Any:

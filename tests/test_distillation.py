@@ -181,7 +181,9 @@ def test_a_teacher_sees_sample_and_group_and_none_is_the_own_prompt():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("settings", [{"teacher_top": 4}, {"teacher_top": 0}])
+@pytest.mark.parametrize(
+    "settings", [{"teacher_top": 4}, pytest.param({"teacher_top": 0}, marks=pytest.mark.slow)]
+)
 def test_steps_go_back_and_come_again_to_the_last_bit(settings, tmp_path):
     async def main():
         loop = taught(**settings, ppo_n_minibatches=2)

@@ -76,7 +76,14 @@ def test_errors_and_lines_do_not_act_either(capsys: pytest.CaptureFixture[str]) 
     ) == (set(), set(), set())
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "gbk"])
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        "ascii",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("latin-1", "cp1252")),
+        "gbk",
+    ],
+)
 def test_a_character_that_an_encoding_lacks_is_escaped(
     encoding: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
