@@ -375,7 +375,7 @@ EXPECTED = {
     "1 group": Expected("✓ signal: 1 of 1 groups carries signal", others={"doctor": "Nothing to fix"}),
     "512 groups": Expected(
         "they sum to 0 in each of 512 groups",
-        others={"step charts": "group 0-63 of 512", "report": "the first 112 of 501 prompts with signal"},
+        others={"step charts": "group 0-63 of 512", "report": "501 of them with signal; 896 of these completions are here"},
     ),
     "all masked": Expected(
         "✗ mask: every datum is masked", (*GRADIENT, "doctor"), "all masked|no token in",
