@@ -35,6 +35,7 @@ from rl_notebook.insight.doctor.evidence import (
     direction,
     excess,
     explained,
+    few_exceed,
     finer_rounding,
     in_half_precision,
     nearest_at,
@@ -586,6 +587,17 @@ def law_in_words(cause: str, strength: int) -> str:
     return other.get(cause, "other odds, of no temperature, cut or bias")
 
 
+def never_sampled(e: Evidence) -> list[int]:
+    "Tokens that did not come once, although less likely ones did, and as often as is no chance."
+    expected = dict[int, float]()  # how often each should have come
+    for r in e.resamples:
+        came = r.counts.sum(axis=0) > 0
+        is_missing = ~came & (r.claimed > r.claimed[came].min())
+        for token, claimed in zip(r.tokens[is_missing], r.claimed[is_missing], strict=True):
+            expected[token] = expected.get(token, 0.0) + r.counts.sum() * math.exp(claimed)
+    return [int(token) for token, count in expected.items() if count > MIN_GAIN]
+
+
 def sampled_otherwise(e: Evidence) -> Iterator[CauseFinding]:
     "Tokens that were sampled again have other odds than the sampler reports."
     found = {cause: x for cause, x in resample_gains(e).items() if x[0] > MIN_GAIN}
@@ -596,6 +608,10 @@ def sampled_otherwise(e: Evidence) -> Iterator[CauseFinding]:
     gain, strength = found[best]
     n = int(sum(r.counts.sum() for r in e.resamples))
     text = f"{n} tokens sampled again fit {law_in_words(best, strength)} better than the reported probabilities, by {gain:.0f} nats"
+    if best != "temperature" and (never := never_sampled(e)):
+        text = f"{text}; token {' or '.join(map(str, never))} never came, although less likely ones did: it is forbidden"
+        yield CauseFinding("bias or penalty", MAX_UNLISTED_SCORE, text)
+        return
     # next to any other law, odds of no law may be that law and rounding
     nearly = MIN_GAIN if best == NONE else gain - MIN_GAIN
     close = {cause: strength for cause, (other, strength) in found.items() if other > nearly}
@@ -787,8 +803,9 @@ def unmoved_weights(e: Evidence) -> Iterator[CauseFinding]:
         yield CauseFinding(PART_OF_WEIGHTS, 1.0, f"{text}: a sync brings nothing")
         return
     text = f"{text}, and change with all others: it is not loaded, or not used"
-    # a part of what was learned is no larger than all of it
-    if size(left_after_sync(e)).mean <= size(reference_of(e) - e.flat("policy")).mean:
+    # a part of what was learned makes no larger gap, unless it chooses among experts
+    learned = size(reference_of(e) - e.flat("policy")).mean
+    if size(left_after_sync(e)).mean <= NOISE_FACTOR * learned:
         yield CauseFinding(PART_OF_WEIGHTS, MAX_UNSYNCED_SCORE, text)
         return
     yield CauseFinding(
@@ -866,6 +883,9 @@ def decoding(e: Evidence) -> Iterator[CauseFinding]:
     elif not all(beyond(gap, allowed) for gap in gaps) and learned:
         servers = f"but not all of them do: one of several servers has older weights, as the gap follows what the policy has learned (correlation {learned:.2f})"
         yield CauseFinding("stale weights", MAX_UNSYNCED_SCORE, f"{text}, {servers}")
+    elif learned:
+        cache = f"as with a cache of older weights: the gap follows what the policy has learned (correlation {learned:.2f})"
+        yield CauseFinding("decoding", MAX_UNSYNCED_SCORE, f"{text}, {cache}")
     else:
         text = f"{text}, from the first token on"
         reads = "when it samples, it reads another prompt, or changes the odds"
@@ -893,7 +913,7 @@ def describe_half_precision(e: Evidence) -> str:
 def dtype_or_batching(e: Evidence) -> Iterator[CauseFinding]:
     "Rounding of one side: no more than 16 bits make, and without a direction."
     finer = finer_rounding(e)
-    too_large = beyond(e.gap, rounding_here(e, "bfloat16"))
+    too_large = not few_exceed(e, rounding_here(e, "bfloat16"))
     if e.provenance.agreed or too_large or not beyond(e.gap, finer) or direction(e):
         return
     again = e.flat("sampler") - e.flat("policy")

@@ -406,7 +406,7 @@ def parts_with(name: str) -> tuple[str, ...]:
 
 def change_weight(changed: Collection[str], name: str, weight: Any) -> Any:
     "Another tensor, also where all weights are 0, if the name is among those changed."
-    return 1.5 * weight + 0.1 * weight.abs().mean() + 0.01 if name in changed else weight
+    return 1.5 * weight + weight.abs().mean() + 0.1 if name in changed else weight
 
 
 async def run_parts(
@@ -670,7 +670,7 @@ def always_same_token(resamples: Sequence[Resample]) -> bool:
 
 
 def count_halves(at: int, halves: Sequence[Sequence[Completion]]) -> Resample:
-    "How often each token came, in two halves of samples of one place."
+    "How often each token came, in two halves of samples of one place; also 0 times, of those that the sampler lists."
     table: Any = pd.DataFrame(
         [
             (int(c.tokens[0]), float(chosen_logprobs(c)[0]), half)
@@ -680,10 +680,15 @@ def count_halves(at: int, halves: Sequence[Sequence[Completion]]) -> Resample:
         columns=["token", "claimed", "half"],
     )
     # a row of the batch may have other settings
-    claimed = table.groupby("token")["claimed"].median().sort_values(ascending=False, kind="stable")
+    claimed: Any = table.groupby("token")["claimed"].median()
+    top = halves[0][0].top_logprobs
+    if top is not None:
+        listed: Any = pd.Series(top.logprobs[0], index=top.tokens[0], dtype=float)
+        claimed = claimed.combine_first(listed[np.isfinite(listed)])
+    claimed = claimed.sort_values(ascending=False, kind="stable")
     counts = pd.crosstab(table["half"], table["token"]).reindex([0, 1], fill_value=0)
-    tokens = claimed.index.to_numpy()
-    return Resample(at, tokens, claimed.to_numpy(), counts[tokens].to_numpy())
+    counts = counts.reindex(columns=claimed.index, fill_value=0)
+    return Resample(at, claimed.index.to_numpy(), claimed.to_numpy(), counts.to_numpy())
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #56e51ba4
 async def run_resample(
@@ -696,7 +701,8 @@ async def run_resample(
     "Sample two halves of `samples` next tokens at each of `places` positions with the largest gaps, and where the sampler was in doubt."
     order = choose_places(e, datum_indices, places)
     heads = [e.prefix(k) for k in order]
-    params = SampleParams(n=samples, max_tokens=1)
+    top = min(LISTED_TOKENS, backend.capabilities.top_logprobs)
+    params = SampleParams(n=samples, max_tokens=1, top_logprobs=top)
     sampled = [
         [c for c in completions if len(c.tokens) and np.isfinite(c.logprobs[0])]
         for completions in await sample_each(backend, [*heads, *heads], params)

@@ -169,7 +169,9 @@ class Resample:
     "The next token at one place, sampled again many times."
 
     at: int  # compared position
-    tokens: np.ndarray  # (H,) the different ids that came up, likeliest first
+    tokens: (
+        np.ndarray
+    )  # (H,) the different ids that came up, or that the sampler lists, likeliest first
     claimed: np.ndarray  # (H,) logprobs that the sampler reports of them
     counts: np.ndarray  # (2, H) how often each was sampled, in two halves
 
@@ -367,16 +369,20 @@ def in_half_precision(e: Evidence) -> bool:
     return bool(dtypes) and dtypes <= {*HALF_PRECISION}
 
 
+def few_exceed(e: Evidence, allowed: Rounding) -> bool:
+    "Whether a gap is rounding but for a few tokens, which in 16 bits may be off by any size, as where experts are chosen."
+    is_off = np.abs(e.gap) > allowed.largest
+    off = np.unique(e.prefix_hashes(True)[is_off])
+    return size(e.gap[~is_off]).mean <= allowed.mean and len(off) < MIN_TOKENS_OFF
+
+
 @lru_cache(CACHED)
 def differs(e: Evidence) -> bool:
-    "Whether trainer and sampler differ by more than rounding, or, in 16 bits, in a direction; there a few tokens may be off by any size."
+    "Whether trainer and sampler differ by more than rounding, or, in 16 bits, in a direction."
     allowed = finer_rounding(e)
     if not in_half_precision(e):
         return beyond(e.gap, allowed)
-    is_off = np.abs(e.gap) > allowed.largest
-    off = np.unique(e.prefix_hashes(True)[is_off])
-    mean = size(e.gap[~is_off]).mean
-    return mean > allowed.mean or len(off) >= MIN_TOKENS_OFF or bool(direction(e))
+    return not few_exceed(e, allowed) or bool(direction(e))
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #2bafb04f
 def excess(gap: np.ndarray, tol: float) -> float:
