@@ -62,10 +62,10 @@ types: $(STAMP)
 	$(BIN)/pyright
 
 # Long pages run only with SLOW, and where they are changed (`make check`): tutorials of a minute and more, and pages whose
-# modules have long tests of their own: test_time_travel and test_difficulty replay, test_script writes scripts, test_loop,
-# test_stepping and test_async_loop run loops, test_emulator, test_fireworks and test_tinker open the emulator.
+# modules have long tests of their own: test_time_travel and test_difficulty replay, test_script writes scripts,
+# test_emulator, test_fireworks and test_tinker open the emulator.
 LONG_TUTORIALS := 201|202|203|302|303|401
-LONG_MODULES := 02_replay|04_script|06_testing|11_loop|12_async_loop
+LONG_MODULES := 02_replay|04_script|06_testing
 
 # Several notebooks or tests at a time, one thread each: many wait for a service, and more threads make small tensors
 # crawl.
