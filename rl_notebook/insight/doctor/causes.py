@@ -648,8 +648,8 @@ def vocabulary(e: Evidence) -> Iterator[CauseFinding]:
     share = np.abs(e.gap[absurd]).sum() / max(np.nansum(np.abs(e.gap)), 1e-12)
     if absurd.sum() >= MIN_TOKENS_OFF:
         text = f"{absurd.sum()} tokens are less likely than 1 in {ids} for the trainer, which is {share:.0%} of the gap"
-        # another prompt surprises, too
-        most = AMBIGUOUS_SCORE if "policy" in e.controls else GUESS_SCORE
+        # another prompt surprises, too, and so does another model
+        most = MIN_LIKELY if "policy" in e.controls else GUESS_SCORE
         yield CauseFinding("vocabulary", most * share, text, tuple(np.flatnonzero(absurd).tolist()))
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2232c9eb
@@ -709,7 +709,8 @@ def stale_weights(e: Evidence) -> Iterator[CauseFinding]:
         today = policy_today(e)
         left = sampled_less_echo(e) + nearest_at(after, e.temperature, today) - today
         finding = score_prediction(e, "stale weights", left, text)
-        yield replace(finding, score=max(finding.score, MIN_LIKELY))
+        least = MIN_LIKELY if finding.score else GUESS_SCORE
+        yield replace(finding, score=max(finding.score, least))
     versions = {e.provenance.trainer_version, e.provenance.sampler_version} - {None}
     if len(versions) > 1 and "sampler" not in e.controls:
         text = f"versions {sorted(v for v in versions if v is not None)} of the weights"

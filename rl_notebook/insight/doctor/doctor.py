@@ -431,6 +431,8 @@ async def run_parts(
     try:
         plain = await score_with(note)
         noise = np.abs(await score_with(note) - plain)
+        if NOISE_FACTOR * noise.mean() > size(e.gap).mean:  # it would hide what a part does
+            return e
         # all of one name before those of a layer
         parts = [*dict.fromkeys(part for kind in zip(*map(parts_with, names)) for part in kind)]
         for part in parts[:most]:
