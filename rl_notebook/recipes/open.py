@@ -260,7 +260,9 @@ async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Findin
     ) -> list[Completion]:  # sampling has to be from the raw logprobs
         return [replace(c, sampling_logprobs=None) for c in await sampler.sample(*asked)]
 
-    bundle: Any = SimpleNamespace(sampler=SimpleNamespace(sample=sample))
+    bundle: Any = SimpleNamespace(
+        sampler=SimpleNamespace(sample=sample), capabilities=SimpleNamespace(top_logprobs=0)
+    )
     completions = await sample(tokens, SampleParams(n=16, max_tokens=8))
     datums = [
         Datum(np.array(c.full_tokens), np.arange(1, len(c.full_tokens)) >= c.prompt_len)
