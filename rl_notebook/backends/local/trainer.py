@@ -377,8 +377,8 @@ def try_parts(
     parts: Parts,
     count: int,
     ratio: float,
-) -> Tensor:  # (P,)
-    "The norms of the moves that an update would make of P slices; not finite where a weight would not be."
+) -> tuple[Tensor, Tensor]:
+    "Of an update of P slices: the norms of the moves (P,), and whether the weights are finite then (P,)."
     weights = copy_parts(targets, parts)
     grads = copy_parts({name: t.grad for name, t in targets.items() if t.grad is not None}, parts)
     scale_gradients(grads, count, ratio)
@@ -401,7 +401,11 @@ def try_parts(
         trial.state[weights[i]]["step"] = step
     trial.step()
     torch._foreach_sub_(weights, [targets[name].reshape(-1)[part] for name, part in parts])  # type: ignore
-    return torch.stack(list(torch._foreach_norm(weights)))  # type: ignore
+    norms = torch.stack(list(torch._foreach_norm(weights)))  # type: ignore
+    finite = norms.isfinite()
+    if not finite.all():  # squares overflow before their numbers do
+        finite = torch.stack(list(torch._foreach_norm(weights, torch.inf))).isfinite()  # type: ignore
+    return norms, finite
 
 
 def try_update(
@@ -412,10 +416,11 @@ def try_update(
     moves = [(name, t.new_zeros(())) for name, t in targets.items() if name not in moving]
     plan = plan_trials(moving)
     names = [name for parts in plan for name, _ in parts]
-    norms = [norm for parts in plan for norm in try_parts(optimizer, moving, parts, count, ratio)]
-    finite = torch.stack(norms).isfinite().tolist() if norms else []
+    trials = [try_parts(optimizer, moving, parts, count, ratio) for parts in plan]
+    moves += zip(names, (norm for norms, _ in trials for norm in norms), strict=True)
+    finite = [ok for _, oks in trials for ok in oks.tolist()]
     bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
-    return [*moves, *zip(names, norms, strict=True)], list(dict.fromkeys(bad))
+    return moves, list(dict.fromkeys(bad))
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #416ab22a
 def update(
