@@ -595,23 +595,26 @@ def never_sampled(e: Evidence) -> list[int]:
         is_missing = ~came & (r.claimed > r.claimed[came].min())
         for token, claimed in zip(r.tokens[is_missing], r.claimed[is_missing], strict=True):
             expected[token] = expected.get(token, 0.0) + r.counts.sum() * math.exp(claimed)
-    return [int(token) for token, count in expected.items() if count > MIN_GAIN]
+    # of the places of each token, those without it are chosen
+    return [int(token) for token, count in expected.items() if count > 2 * MIN_GAIN]
 
 
 def sampled_otherwise(e: Evidence) -> Iterator[CauseFinding]:
     "Tokens that were sampled again have other odds than the sampler reports."
-    found = {cause: x for cause, x in resample_gains(e).items() if x[0] > MIN_GAIN}
-    if differs(e) or not found:  # where the numbers are wrong, they claim nothing
+    if differs(e):  # where the numbers are wrong, they claim nothing
         return
+    found = {cause: x for cause, x in resample_gains(e).items() if x[0] > MIN_GAIN}
     # other odds fit any law nearly as well
-    best = max(found, key=lambda cause: found[cause][0] - MIN_GAIN * (cause == NONE))
-    gain, strength = found[best]
+    best = max(found, key=lambda cause: found[cause][0] - MIN_GAIN * (cause == NONE), default="")
     n = int(sum(r.counts.sum() for r in e.resamples))
-    text = f"{n} tokens sampled again fit {law_in_words(best, strength)} better than the reported probabilities, by {gain:.0f} nats"
     if best != "temperature" and (never := never_sampled(e)):
-        text = f"{text}; token {' or '.join(map(str, never))} never came, although less likely ones did: it is forbidden"
+        text = f"of {n} tokens sampled again none is token {' or '.join(map(str, never))}, although less likely ones are: it is forbidden"
         yield CauseFinding("bias or penalty", MAX_UNLISTED_SCORE, text)
         return
+    if not best:
+        return
+    gain, strength = found[best]
+    text = f"{n} tokens sampled again fit {law_in_words(best, strength)} better than the reported probabilities, by {gain:.0f} nats"
     # next to any other law, odds of no law may be that law and rounding
     nearly = MIN_GAIN if best == NONE else gain - MIN_GAIN
     close = {cause: strength for cause, (other, strength) in found.items() if other > nearly}
