@@ -80,17 +80,19 @@ def shift(e: Evidence) -> Iterator[CauseFinding]:
 def mask_leak(e: Evidence) -> Iterator[CauseFinding]:
     "Weights are 1 where the policy sampled nothing: by the samples' masks, or the sampler has no number where rows begin."
     masks = zip(e.datums, e.sampler, e.sampled_masks, strict=True)
-    leaked = [s[d.active & (m == 0)] for d, s, m in masks if m is not None]
-    leaked = [values for values in leaked if len(values)]
+    leaked = [(s[d.active & (m == 0)], m[d.active]) for d, s, m in masks if m is not None]
+    leaked = [(values, sampled) for values, sampled in leaked if len(values)]
     if not leaked:
         yield from empty_starts(e)
         return
-    n = sum(map(len, leaked))
+    n = sum(len(values) for values, _ in leaked)
     text = f"{n} trained positions that the policy did not sample"
-    if any(len(values) > 1 or values[0] != 0 for values in leaked):
+    # behind what was sampled; before it, it is a token of the prompt
+    is_end = all(len(values) == 1 and values[0] == 0 == sampled[-1] for values, sampled in leaked)
+    if not is_end:
         yield CauseFinding("mask leak", 1.0, text, is_counted=True)
         return
-    text = f"{text}, one in each of {n} samples, with a logprob of 0"
+    text = f"{text}, one behind the end of each of {n} samples, with a logprob of 0"
     yield CauseFinding("filled in", MAX_UNLISTED_SCORE, f"{text}: an end token, appended")
     yield CauseFinding("mask leak", MAX_UNSYNCED_SCORE, text)
 
@@ -195,7 +197,8 @@ def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause
     p = by_row(e, e.p, width)
     tol = token_tolerance(e)
     off = np.flatnonzero((np.abs(s - p) > tol).any(axis=1))[:limit].tolist()
-    left = e.gap.copy()
+    depth = np.arange(len(e.row)) - np.searchsorted(e.row, e.row)
+    left = np.where(depth < width, e.gap, np.nan)
     moved = dict[int, int]()
     chance = 0.0
     for row in off:
@@ -645,7 +648,7 @@ def other_text(e: Evidence) -> Iterator[CauseFinding]:
 
 
 def vocabulary(e: Evidence) -> Iterator[CauseFinding]:
-    "The trainer is more surprised by the sampler's tokens than a model that knows nothing, and these tokens have most of the gap."
+    "The trainer is more surprised by tokens of the sampler than a model that knows nothing; the score is their share of the gap."
     ids = e.vocab_size
     absurd = np.isfinite(e.gap) & (e.p < -np.log(ids)) & (e.s > -np.log(ids))
     share = np.abs(e.gap[absurd]).sum() / max(np.nansum(np.abs(e.gap)), 1e-12)
